@@ -19,7 +19,7 @@ from atomc.graph.variable_float import VariableFloat
 from atomc.graph.views import permuted_back
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.matching.attributes import same_attr
-from atomc.rewriting.rewrite import Fired, remove_dead_nodes
+from atomc.rewriting.rewrite import Fired
 
 _WHOLE = {"start": 0, "end": None, "step": 1}
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -35,9 +35,7 @@ _NEUTRAL = {
 
 def tidy(gm: GraphModule, context: Context) -> list[Fired]:
     """Merge equal nodes, and remove nodes that return their input or have no readers."""
-    fired = drop_proven_asserts(gm.graph) + share_equal_nodes(gm.graph) + cancel_no_ops(gm.graph)
-    remove_dead_nodes(gm.graph)
-    return fired
+    return drop_proven_asserts(gm.graph) + share_equal_nodes(gm.graph) + cancel_no_ops(gm.graph)
 
 
 def drop_proven_asserts(graph: Graph) -> list[Fired]:

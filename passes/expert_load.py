@@ -17,6 +17,7 @@ from atomc import ops
 from atomc.graph.canonical import value
 from atomc.graph.edit import add_input, insert
 from atomc.graph.node_record import NodeRecord, record_of, step_input
+from atomc.graph.op_call import arguments_of
 from atomc.graph.provenance import module_path
 from atomc.ops.inputs import ExpertCounts
 from atomc.ops.op import op_of
@@ -60,20 +61,14 @@ def _choices(node: Node) -> tuple[Argument, int]:
     """What the router chose for the tokens of this process, and the number of experts that these
     are ids of.
     """
-    given = _arguments(node)
+    given = arguments_of(node)
     ids = given["ids"]
     assert isinstance(ids, Node)
     for sent in ids.all_input_nodes:
         if op_of(sent.target) is ops.dispatch_tokens:
-            given = _arguments(sent)
+            given = arguments_of(sent)
     if isinstance(places := given.get("places"), Node):
         return given["ids"], value(places).shape[1]
     weight = given["w2"]
     assert isinstance(weight, Node)
     return ids, len(value(weight)) - record_of(node).shared_experts
-
-
-def _arguments(node: Node) -> dict[str, Argument]:
-    op = op_of(node.target)
-    assert op is not None
-    return op.bind(*node.args, **node.kwargs)

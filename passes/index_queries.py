@@ -12,57 +12,47 @@ ones may be chosen. It runs once per range of token counts, because kernels are 
 import operator
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from atomc import ops
-from atomc.graph.canonical import value
 from atomc.graph.edit import insert, replace
+from atomc.graph.op_call import OpCall, op_call
 from atomc.ops.formats import FP8
-from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.rewrite import Fired
 
 aten = torch.ops.aten
 
 
-def index_queries(gm: GraphModule, context: Context) -> list[Fired]:
+def index_queries(gm: GraphModule, context: Context) -> Outcome:
     """Replace each paged_index_topk that another kernel serves in fp8; kernels are known per range
     of token counts.
     """
     if context.first is None:
-        return []
+        return Outcome()
     sites = [
-        node
+        called
         for node in gm.graph.nodes
-        if node.target is ops.paged_index_topk.overload
-        and _dtype(node, "index_cache") in FP8
-        and _dtype(node, "q") not in FP8
+        if (called := op_call(node)) is not None
+        and called.op is ops.paged_index_topk
+        and called.values["index_cache"].dtype in FP8
+        and called.values["q"].dtype not in FP8
         and context.off_here("index_queries", node) is None
     ]
-    return [fired for node in sites if (fired := _quantized(node, context)) is not None]
+    return Outcome([fired for site in sites if (fired := _quantized(site, context)) is not None])
 
 
-def _argument(node: Node, name: str) -> Node:
-    given = ops.paged_index_topk.signature.bind(*node.args, **node.kwargs).arguments[name]
-    assert isinstance(given, Node)
-    return given
-
-
-def _dtype(node: Node, name: str) -> torch.dtype:
-    dtype: torch.dtype = value(_argument(node, name)).dtype
-    return dtype
-
-
-def _quantized(node: Node, context: Context) -> Fired | None:
+def _quantized(site: OpCall, context: Context) -> Fired | None:
     """The replacement of one site; None if it would get the kernel that it has, or one that waits
     for the device, which is for correctness alone.
     """
     assert context.first is not None
+    node, dtype = site.node, site.values["index_cache"].dtype
     before = context.first(node)
-    q, weights = _argument(node, "q"), _argument(node, "weights")
-    pair = insert(node, ops.quant_fp8_per_token.overload, q, dtype=_dtype(node, "index_cache"))
+    pair = insert(node, ops.quant_fp8_per_token.overload, site["q"], dtype=dtype)
     codes, scale = (insert(node, operator.getitem, pair, i) for i in (0, 1))
     of_head = insert(node, aten.squeeze.dim, scale, -1)
-    scaled = insert(node, aten.mul.Tensor, weights, of_head)
+    scaled = insert(node, aten.mul.Tensor, site["weights"], of_head)
     found = insert(
         node, ops.paged_index_topk.overload, codes, scaled, *node.args[2:], **node.kwargs
     )

@@ -19,7 +19,7 @@ from atomc.graph.mutation import storage
 from atomc.graph.sizes import same_shape
 from atomc.graph.strides import Values, same_strides, values_behind
 from atomc.passes.reinplace_calls import reinplace_calls
-from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.rewrite import Fired
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ IN_PLACE = {
 }
 
 
-def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
+def reinplace(gm: GraphModule, context: Context) -> Outcome:
     """Replace copies into an input by the in-place form of the op that computed the value."""
     graph = gm.graph
     fired = reinplace_calls(graph)
@@ -53,7 +53,7 @@ def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
         new.replace_all_uses_with(target)
         graph.erase_node(copy)
         fired.append(Fired("reinplace", new, {"input": target.name}))
-    return fired
+    return Outcome(fired)
 
 
 def _copies_back(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:

@@ -32,14 +32,14 @@ from atomc.graph.canonical import value
 from atomc.graph.edit import infer, insert, replace
 from atomc.ops.mla import BMM_SCHEMES
 from atomc.passes.bind_state import fp8_of
-from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.rewrite import Fired
 
 aten = torch.ops.aten
 MXFP4_GROUP = 32
 
 
-def select_mla_form(gm: GraphModule, context: Context) -> list[Fired]:
+def select_mla_form(gm: GraphModule, context: Context) -> Outcome:
     """Replace each mla_paged_attention that no kernel serves in this range."""
     assert context.first is not None
     sites = [
@@ -47,7 +47,7 @@ def select_mla_form(gm: GraphModule, context: Context) -> list[Fired]:
         for node in gm.graph.nodes
         if node.target is ops.mla_paged_attention.overload and context.first(node) is None
     ]
-    return [_absorbed(node, context) for node in sites]
+    return Outcome([_absorbed(node, context) for node in sites])
 
 
 class _Halves(NamedTuple):

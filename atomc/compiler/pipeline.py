@@ -20,11 +20,19 @@ from atomc.graph.provenance import describe, layer_of, module_path, source_line
 from atomc.ops.op import op_of
 from atomc.report.records import Miss, Site, Stage
 from atomc.report.report import Report
-from atomc.rewriting.graph_pass import Context, Outcome, Pass, rewriting
+from atomc.rewriting.graph_pass import Change, Context, Outcome, Pass, rewriting
 from atomc.rewriting.matching.near_miss import NearMiss
-from atomc.rewriting.matching.pattern import Index
+from atomc.rewriting.matching.pattern import Difference, Index
 from atomc.rewriting.registered import REGISTERED
-from atomc.rewriting.rewrite import Case, Fired, Rewrite, apply, misses, sort_topologically
+from atomc.rewriting.rewrite import (
+    Case,
+    Fired,
+    Rewrite,
+    apply,
+    misses,
+    remove_dead_nodes,
+    sort_topologically,
+)
 from atomc.torch_compat.tracing import fake_mode_of, num_guards, sizes_stay_symbolic
 
 log = logging.getLogger("atomc")
@@ -353,9 +361,24 @@ def _patterns(p: Pass, context: Context) -> Sequence[str]:
 
 
 def _call(gm: GraphModule, p: Pass, context: Context) -> Outcome:
+    """Run a function of the graph, and make its changes where no option turns it off."""
     assert p.run is not None
-    made = p.run(gm, context)
-    return made if isinstance(made, Outcome) else Outcome(list(made))
+    results = p.run(gm, context)
+    if isinstance(results, Outcome):
+        return results
+    done = Outcome()
+    for result in results:
+        if isinstance(result, Change):
+            off = context.off_here(p.name, result.node)
+            if off is None:
+                result = result.apply()
+            else:
+                done.off.add(off.pattern)
+                result = result.miss(Difference("off", f"{p.name} to be on", off.text, result.node))
+        (done.near if isinstance(result, NearMiss) else done.fired).append(result)
+    sort_topologically(gm.graph)
+    remove_dead_nodes(gm.graph)
+    return done
 
 
 def _cases(p: Pass, index: Index) -> list[tuple[Rewrite, Case]]:

@@ -2,7 +2,7 @@
 outcome.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.rewriting.matching.near_miss import NearMiss
+from atomc.rewriting.matching.pattern import Difference
 from atomc.rewriting.rewrite import Fired, Rewrite
 from atomc.torch_compat.core import Input
 
@@ -65,6 +66,20 @@ class Context:
         return None
 
 
+@dataclass(frozen=True)
+class Change:
+    """A change that a pass can make at one place.
+
+    node   its module decides whether an option turns the pass off here
+    miss   the near miss with a reason why it is not made
+    apply  makes it; or returns why it cannot be made
+    """
+
+    node: Node
+    miss: Callable[[Difference], NearMiss]
+    apply: Callable[[], Fired | NearMiss]
+
+
 @dataclass
 class Outcome:
     """The result of passes.
@@ -100,19 +115,23 @@ class Outcome:
 class Pass:
     """One step of the pipeline: rewrites of one name, or a function of the whole graph.
 
-    run       returns the changed sites, or an Outcome
+    run       yields the changes to make, each of which is made, or is a near miss where it is off,
+              before the next one is asked for; sites that it has changed; and near misses. Nodes
+              without readers are removed after a change. Or it returns an Outcome.
     after     names of passes that must come earlier in the pipeline, which is checked
     paged     runs only for the runtime
     cleanup   its sites are not in the report, and where it does not match is not explained
-    by_site   can be turned off for single modules: it checks `Context.off_here` at each site; for
-              rewrites, the runner does
+    by_site   can be turned off for single modules: `Context.off_here` is checked at each site, for
+              rewrites and for each Change by the runner
     lifts     names of its sites in the report, if not `name`
     off_by_default  runs only if the option passes names it: {name: True}, or the modules in which
               it is off
     """
 
     name: str
-    run: Callable[[GraphModule, Context], Sequence[Fired] | Outcome] | None = None
+    run: Callable[[GraphModule, Context], Iterable[Change | Fired | NearMiss] | Outcome] | None = (
+        None
+    )
     rewrites: tuple[Rewrite, ...] = ()
     after: Sequence[str] = ()
     paged: bool = False

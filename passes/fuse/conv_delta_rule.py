@@ -14,7 +14,8 @@ decoding in one launch; other steps it computes one op after another, so that no
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
@@ -23,10 +24,10 @@ from torch.fx.node import Argument
 from atomc import ops
 from atomc.graph.canonical import VIEWS, call, readers, value
 from atomc.graph.edit import insert, replace
+from atomc.graph.op_call import arguments_of
 from atomc.graph.provenance import inherited
 from atomc.graph.sizes import known_equal
-from atomc.ops.op import op_of
-from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
 from atomc.rewriting.rewrite import Fired
@@ -45,7 +46,7 @@ class _Part(NamedTuple):
     path: list[Node]
 
 
-class _Site(NamedTuple):
+class _DeltaNet(NamedTuple):
     """A rule with what is fused into it."""
 
     rule: Node
@@ -57,21 +58,16 @@ class _Site(NamedTuple):
         return [self.convolution, self.gates, *self.between, self.rule]
 
 
-def conv_gated_delta_rule(gm: GraphModule, context: Context) -> Outcome:
+def conv_gated_delta_rule(gm: GraphModule, context: Context) -> Iterator[Change | NearMiss]:
     """Fuse each gated_delta_rule_update with the convolution and the gates before it."""
-    done = Outcome()
     for node in gm.graph.nodes:
-        if node.target is not ops.gated_delta_rule_update.overload:
-            continue
-        site, off = _site(node), context.off_here(NAME, node)
-        if isinstance(site, Difference):
-            done.near.append(_miss(node, site))
-        elif off is not None:
-            done.off.add(off.pattern)
-            done.near.append(_miss(node, Difference("off", f"{NAME} to be on", off.text, node)))
-        else:
-            done.fired.append(_fuse(site))
-    return done
+        if node.target is ops.gated_delta_rule_update.overload:
+            net, miss = _delta_net(node), partial(_miss, node)
+            yield (
+                miss(net)
+                if isinstance(net, Difference)
+                else Change(node, miss, partial(_fuse, net))
+            )
 
 
 def _miss(node: Node, difference: Difference) -> NearMiss:
@@ -79,9 +75,9 @@ def _miss(node: Node, difference: Difference) -> NearMiss:
     return NearMiss(NAME, "", node, 2, 3, edits=0, differences=[difference], nodes={node})
 
 
-def _site(rule: Node) -> _Site | Difference:
+def _delta_net(rule: Node) -> _DeltaNet | Difference:
     """What is fused, or the first reason why nothing is."""
-    given = _arguments(rule)
+    given = arguments_of(rule)
     parts: list[_Part] = []
     start = 0
     for name in ("q", "k", "v"):
@@ -99,8 +95,8 @@ def _site(rule: Node) -> _Site | Difference:
         return gates
     between = [node for part in parts for node in part.path]
     between += [_node(given[name]) for name in _RESULTS]
-    site = _Site(rule, convolution, gates, between)
-    return _unfit(site) or site
+    net = _DeltaNet(rule, convolution, gates, between)
+    return _unfit(net) or net
 
 
 def _columns(heads: Node, start: int, name: str) -> _Part | Difference:
@@ -144,41 +140,41 @@ def _gates(given: Mapping[str, Argument]) -> Node | Difference:
     return found[0]
 
 
-def _unfit(site: _Site) -> Difference | None:
+def _unfit(net: _DeltaNet) -> Difference | None:
     """Why these nodes cannot be one op, or None."""
-    inside = set(site.replaced())
-    for node in (site.convolution, site.gates, *site.between):
+    inside = set(net.replaced())
+    for node in (net.convolution, net.gates, *net.between):
         outside = [reader for reader in readers(node) if reader not in inside]
         if outside:
             alone = f"no other reader of {_name(node)}"
             return Difference("extra user", alone, f"{_name(outside[0])} reads it too", node)
-    rule, convolution = _arguments(site.rule), _arguments(site.convolution)
+    rule, convolution = arguments_of(net.rule), arguments_of(net.convolution)
     for name in _STEP:
         if rule[name] is not convolution[name]:
-            return Difference("same value", f"one {name}", "another one", site.convolution)
+            return Difference("same value", f"one {name}", "another one", net.convolution)
     state = _node(convolution["conv_state"])
     if len(state.users) > 1:
         alone = "no other reader of the convolution's state"
         return Difference("extra user", alone, "another op reads it too", state)
-    x, a = value(_node(convolution["x"])), value(_node(_arguments(site.gates)["a"]))
+    x, a = value(_node(convolution["x"])), value(_node(arguments_of(net.gates)["a"]))
     if x.dim() != a.dim() or not all(map(known_equal, x.shape[:-1], a.shape[:-1])):
-        return Difference("size", "gates of the rows of x", "those of other rows", site.gates)
+        return Difference("size", "gates of the rows of x", "those of other rows", net.gates)
     return None
 
 
-def _fuse(site: _Site) -> Fired:
-    together = site.convolution, site.gates, site.rule
-    given = {name: x for node in together for name, x in _arguments(node).items()}
+def _fuse(net: _DeltaNet) -> Fired:
+    together = net.convolution, net.gates, net.rule
+    given = {name: x for node in together for name, x in arguments_of(node).items()}
     op = ops.conv_gated_delta_rule_update
     bound = op.signature.bind(**{name: given[name] for name in op.signature.parameters})
-    made = insert(site.rule, op.overload, *bound.args, **bound.kwargs)
+    made = insert(net.rule, op.overload, *bound.args, **bound.kwargs)
     consumed = tuple(call(node).op for node in together)
-    nodes = site.replaced()
-    made.meta.update(inherited(nodes, site.rule, NAME, consumed))
-    replace(site.rule, made)
-    _erase({*nodes} - {site.rule})
+    nodes = net.replaced()
+    made.meta.update(inherited(nodes, net.rule, NAME, consumed))
+    replace(net.rule, made)
+    _erase({*nodes} - {net.rule})
     attrs = {name: given[name] for name in ("activation", "scale", "rate_scale")}
-    return Fired(NAME, site.rule, attrs, {*nodes}, [made], consumed)
+    return Fired(NAME, net.rule, attrs, {*nodes}, [made], consumed)
 
 
 def _erase(nodes: set[Node]) -> None:
@@ -187,12 +183,6 @@ def _erase(nodes: set[Node]) -> None:
     every = nodes | {node for node in splits if isinstance(node, Node)}
     for node in sorted(every, reverse=True):
         node.graph.erase_node(node)
-
-
-def _arguments(node: Node) -> dict[str, Argument]:
-    op = op_of(node.target)
-    assert op is not None
-    return op.bind(*node.args, **node.kwargs)
 
 
 def _name(node: Node) -> str:

@@ -10,106 +10,80 @@ rms_norm_quant; one of the two may do so alone.
 """
 
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import Argument
 
 from atomc import ops
 from atomc.graph.canonical import call, value
 from atomc.graph.edit import infer
 from atomc.graph.node_record import record_of, set_record
+from atomc.graph.op_call import OpCall, op_call
 from atomc.graph.provenance import inherited
 from atomc.graph.sizes import known_equal, spell_shape
 from atomc.ops.op import op_of
-from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
-from atomc.rewriting.rewrite import Fired, remove_dead_nodes, sort_topologically
+from atomc.rewriting.rewrite import Fired
 
 NAME = "rms_norm_pair"
 _QUANTIZER = ("scheme", "dtype", "group", "column_major", "rounding")
 
 
-@dataclass(frozen=True)
-class _Norm:
-    """A call of rms_norm or rms_norm_quant, with its arguments by name."""
-
-    node: Node
-    arguments: Mapping[str, Argument]
-
-    def __getitem__(self, name: str) -> Argument:
-        return self.arguments[name]
-
-    @property
-    def x(self) -> Node:
-        x = self["x"]
-        assert isinstance(x, Node)
-        return x
-
-    @property
-    def quantizes(self) -> bool:
-        return "scheme" in self.arguments
-
-    @property
-    def origin(self) -> Node:
-        """The input of the product of which x is columns; without a product, what x is columns
-        of.
-        """
-        node = self.x
-        while call(node).op == "slice":
-            node = call(node).operands[0]
-        op = op_of(node.target)
-        return node if op is None or op.concat is None else call(node).operands[0]
-
-
-def norm_pair(gm: GraphModule, context: Context) -> Outcome:
+def norm_pair(gm: GraphModule, context: Context) -> Iterator[Change | NearMiss]:
     """Fuse each two norms of the graph whose origin is the same."""
-    done = Outcome()
     for first, second in list(_pairs(gm.graph)):
+        miss = partial(_miss, first, second)
         different = _different(first, second)
-        off = context.off_here(NAME, first.node)
-        if different is not None:
-            done.near.append(_miss(first, second, different))
-        elif off is not None:
-            done.off.add(off.pattern)
-            on = Difference("off", f"{NAME} to be on", off.text, first.node)
-            done.near.append(_miss(first, second, on))
-        else:
-            done.fired.append(_fuse(first, second))
-    if done.fired:
-        sort_topologically(gm.graph)
-        remove_dead_nodes(gm.graph)
-    return done
+        yield (
+            miss(different)
+            if different
+            else Change(first.node, miss, partial(_fuse, first, second))
+        )
 
 
-def _pairs(graph: Graph) -> Iterator[tuple[_Norm, _Norm]]:
+def _pairs(graph: Graph) -> Iterator[tuple[OpCall, OpCall]]:
     """Norms of one origin, two at a time, in graph order."""
-    waiting: dict[Node, _Norm] = {}
+    waiting: dict[Node, OpCall] = {}
     for node in graph.nodes:
-        op = op_of(node.target)
-        if op is None or op.name not in ("rms_norm", "rms_norm_quant"):
+        norm = op_call(node)
+        if norm is None or norm.op.name not in ("rms_norm", "rms_norm_quant"):
             continue
-        norm = _Norm(node, op.bind(*node.args, **node.kwargs))
-        other = waiting.pop(norm.origin, None)
+        other = waiting.pop(_origin(norm), None)
         if other is None:
-            waiting[norm.origin] = norm
+            waiting[_origin(norm)] = norm
         else:
             yield other, norm
 
 
-def _different(first: _Norm, second: _Norm) -> Difference | None:
+def _origin(norm: OpCall) -> Node:
+    """The input of the product of which x is columns; without a product, what x is columns of."""
+    node = norm["x"]
+    while call(node).op == "slice":
+        node = call(node).operands[0]
+    op = op_of(node.target)
+    return node if op is None or op.concat is None else call(node).operands[0]
+
+
+def _quantizes(norm: OpCall) -> bool:
+    return norm.op is ops.rms_norm_quant
+
+
+def _different(first: OpCall, second: OpCall) -> Difference | None:
     """Why these are not fused, or None."""
-    x, y = value(first.x), value(second.x)
+    x, y = value(first["x"]), value(second["x"])
     if x.dim() != y.dim() or not all(map(known_equal, x.shape[:-1], y.shape[:-1])):
         rows = f"rows of {spell_shape(x.shape)}"
         return Difference("size", rows, spell_shape(y.shape), second.node)
-    both = first.quantizes and second.quantizes
+    both = _quantizes(first) and _quantizes(second)
     for name in ("eps", "style", *(_QUANTIZER if both else ())):
-        if first[name] != second[name]:
-            expected = f"one {name} for both norms (first {first[name]})"
-            return Difference("scalar", expected, str(second[name]), second.node)
+        one, other = first.arguments[name], second.arguments[name]
+        if one != other:
+            expected = f"one {name} for both norms (first {one})"
+            return Difference("scalar", expected, str(other), second.node)
     if _depends(second.node, first.node):
         independent = "two norms that do not depend on each other"
         return Difference("cycle", independent, "the second reads the first", second.node)
@@ -129,43 +103,46 @@ def _depends(node: Node, on: Node) -> bool:
     return False
 
 
-def _miss(first: _Norm, second: _Norm, difference: Difference) -> NearMiss:
+def _miss(first: OpCall, second: OpCall, difference: Difference) -> NearMiss:
     nodes = {first.node, second.node}
     return NearMiss(NAME, "", second.node, 2, 2, 0, [difference], nodes)
 
 
-def _fuse(first: _Norm, second: _Norm) -> Fired:
-    x, y = (second, first) if second.quantizes and not first.quantizes else (first, second)
-    last = max(x.node, y.node)
-    operands = (x.x, y.x, x["weight"], y["weight"], x["eps"])
+def _fuse(first: OpCall, second: OpCall) -> Fired:
+    swapped = _quantizes(second) and not _quantizes(first)
+    x_norm, y_norm = (second, first) if swapped else (first, second)
+    x, y = x_norm.arguments, y_norm.arguments
+    last = max(x_norm.node, y_norm.node)
+    operands = (x["x"], y["x"], x["weight"], y["weight"], x["eps"])
     with last.graph.inserting_after(last):
-        if x.quantizes:
+        if _quantizes(x_norm):
             made = last.graph.call_function(
                 ops.rms_norm_pair_quant.overload,
-                (*operands, x["scale"], y.arguments.get("scale"), x["style"]),
+                (*operands, x["scale"], y.get("scale"), x["style"]),
                 {
                     **{name: x[name] for name in _QUANTIZER},
-                    "quantize_y": y.quantizes,
+                    "quantize_y": _quantizes(y_norm),
                     "keep_x": x["keep"],
-                    "keep_y": y.arguments.get("keep", False),
+                    "keep_y": y.get("keep", False),
                 },
             )
         else:
             made = last.graph.call_function(ops.rms_norm_pair.overload, (*operands, x["style"]))
-    attrs = {name: x[name] for name in ("eps", "style", "scheme") if name in x.arguments}
+    attrs = {name: x[name] for name in ("eps", "style", "scheme") if name in x}
     consumed = tuple(call(norm.node).op for norm in (first, second))
     made.meta.update(inherited((first.node, second.node), first.node, NAME, consumed))
     infer(made)
-    _replace(x, made, (0, 1, 4) if x.quantizes else (0,))
-    _replace(y, made, (2, 3, 5) if y.quantizes else (5 if x.quantizes else 1,))
+    one = 5 if _quantizes(x_norm) else 1
+    _replace(x_norm, made, (0, 1, 4) if _quantizes(x_norm) else (0,))
+    _replace(y_norm, made, (2, 3, 5) if _quantizes(y_norm) else (one,))
     return Fired(NAME, first.node, attrs, {first.node, second.node}, [made], consumed)
 
 
-def _replace(norm: _Norm, made: Node, results: tuple[int, ...]) -> None:
+def _replace(norm: OpCall, made: Node, results: tuple[int, ...]) -> None:
     """Let the readers of a norm read these results of the op that replaces it."""
-    parts = list(norm.node.users) if norm.quantizes else [norm.node]
+    parts = list(norm.node.users) if _quantizes(norm) else [norm.node]
     for part in parts:
-        at = part.args[1] if norm.quantizes else 0
+        at = part.args[1] if _quantizes(norm) else 0
         assert isinstance(at, int)
         with made.graph.inserting_after(made):
             new = made.graph.call_function(operator.getitem, (made, results[at]))
@@ -173,5 +150,5 @@ def _replace(norm: _Norm, made: Node, results: tuple[int, ...]) -> None:
         set_record(new, replace(record_of(part), made_by=NAME))
         part.replace_all_uses_with(new)
         made.graph.erase_node(part)
-    if norm.quantizes:
+    if _quantizes(norm):
         made.graph.erase_node(norm.node)

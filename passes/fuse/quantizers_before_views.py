@@ -8,6 +8,7 @@ stays, and x is contiguous. Exact.
 """
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule, Node
@@ -17,23 +18,19 @@ from atomc.graph.canonical import call, value
 from atomc.graph.sizes import known_equal
 from atomc.passes.fuse.quantizers import QUANTIZERS
 from atomc.rewriting.graph_pass import Context
-from atomc.rewriting.rewrite import Fired, remove_dead_nodes
+from atomc.rewriting.rewrite import Fired
 from atomc.torch_compat.tracing import fake_mode_of
 
 _OPS = {f"atom::{quantizer.op.name}" for quantizer in QUANTIZERS}
 _view = torch.ops.aten.view.default
 
 
-def quantizers_before_views(gm: GraphModule, context: Context) -> list[Fired]:
+def quantizers_before_views(gm: GraphModule, context: Context) -> Iterator[Fired]:
     """Move every such quantizer of the graph."""
-    fired = []
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and call(node).op in _OPS and _can_move(node):
             _move(node)
-            fired.append(Fired("quantizers_before_views", node, {}))
-    if fired:
-        remove_dead_nodes(gm.graph)
-    return fired
+            yield Fired("quantizers_before_views", node, {})
 
 
 def _can_move(node: Node) -> bool:

@@ -7,24 +7,22 @@ Models of transformers flatten [B, T, D] before the experts of a mixture, and vi
 before. Only if nothing else reads the sum, and x has its strides. Exact.
 """
 
+from collections.abc import Iterator
+
 from torch.fx import GraphModule, Node
 
 from atomc.graph.canonical import call, only_reader, value
 from atomc.graph.edit import copy_with, replace
 from atomc.graph.strides import same_strides
 from atomc.rewriting.graph_pass import Context
-from atomc.rewriting.rewrite import Fired, remove_dead_nodes
+from atomc.rewriting.rewrite import Fired
 
 
-def sums_behind_views(gm: GraphModule, context: Context) -> list[Fired]:
+def sums_behind_views(gm: GraphModule, context: Context) -> Iterator[Fired]:
     """Move every such sum of the graph."""
-    fired = []
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and call(node).op == "view" and _can_move(node):
-            fired.append(Fired("sums_behind_views", _move(node), {}))
-    if fired:
-        remove_dead_nodes(gm.graph)
-    return fired
+            yield Fired("sums_behind_views", _move(node), {})
 
 
 def _can_move(view: Node) -> bool:

@@ -15,7 +15,6 @@ the result start at multiples of 16 bytes: the split leaves their columns out.
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,12 +25,13 @@ from torch.fx.node import Argument
 from atomc.graph.canonical import VIEWS, call, input_name, value
 from atomc.graph.edit import add_input
 from atomc.graph.node_record import NodeRecord, record_of
+from atomc.graph.op_call import OpCall, op_call
 from atomc.graph.provenance import inherited, layer_of, module_path
 from atomc.graph.strides import Values, spread_strides
-from atomc.ops.op import Op, op_of
+from atomc.ops.op import op_of
 from atomc.ops.op_traits import Kind
 from atomc.report.records import MissKind
-from atomc.rewriting.graph_pass import Context, Outcome, Pass
+from atomc.rewriting.graph_pass import Change, Context, Pass
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
 from atomc.rewriting.rewrite import Fired
@@ -66,26 +66,6 @@ _SHARED = "parameters that can share one memory"
 Real = Mapping[Node, Input]
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """One call, with its arguments by name."""
-
-    op: Op
-    node: Node
-    arguments: dict[str, Argument]
-
-    def input(self, name: str) -> Node:
-        """The placeholder of a parameter."""
-        given = self.arguments[name]
-        assert isinstance(given, Node)
-        return given
-
-    def parameter(self, name: str, real: "Real") -> nn.Parameter:
-        given = real[self.input(name)]
-        assert isinstance(given, nn.Parameter)
-        return given
-
-
 Refused = tuple[Node, MissKind, str]
 
 
@@ -94,51 +74,43 @@ def merging(kind: str, after: Sequence[str]) -> Pass:
     "merge_linears".
     """
 
-    def run(gm: GraphModule, context: Context) -> Outcome:
-        done = Outcome()
+    def run(gm: GraphModule, context: Context) -> Iterator[Change | NearMiss]:
         real = dict(zip(gm.graph.find_nodes(op="placeholder"), context.inputs, strict=False))
         if not real:
-            return done
+            return
         values = Values(gm.graph)
         for group in _groups(gm.graph):
             if _kind([linear.node for linear in group]) == kind:
                 mergeable, refused = _mergeable(group, real)
                 for part, names in mergeable:
-                    off = context.off_here(kind, part[0].node)
-                    if off is None:
-                        done.fired.append(_merge(gm.graph, part, names, kind, values))
-                    else:
-                        done.off.add(off.pattern)
-                        done.near.append(
-                            _miss(
-                                kind,
-                                part,
-                                Difference("off", f"{kind} to be on", off.text, part[0].node),
-                            )
-                        )
-                done.near += [
-                    _miss(kind, group, Difference(of, _SHARED, why, node))
-                    for node, of, why in refused
-                ]
-        return done
+                    merge = partial(_merge, gm.graph, part, names, kind, values)
+                    yield Change(part[0].node, partial(_miss, kind, part), merge)
+                for node, of, why in refused:
+                    yield _miss(kind, group, Difference(of, _SHARED, why, node))
 
     return Pass(kind, run, after=after, by_site=True)
 
 
-def _groups(graph: Graph) -> list[list[_Linear]]:
+def _groups(graph: Graph) -> list[list[OpCall]]:
     """Calls with the same input, in the same layer, with the same optional arguments given."""
-    found: dict[Hashable, list[_Linear]] = {}
+    groups: dict[Hashable, list[OpCall]] = {}
     for node in graph.nodes:
-        op = op_of(node.target)
-        if op is not None and op.concat is not None:
-            arguments = op.bind(*node.args, **node.kwargs)
-            given = tuple(name for name, argument in arguments.items() if argument is not None)
-            key = (op.name, next(iter(arguments.values())), layer_of(module_path(node)), given)
-            found.setdefault(key, []).append(_Linear(op, node, arguments))
-    return [_gate_first(group) for group in found.values() if len(group) > 1]
+        linear = op_call(node)
+        if linear is not None and linear.op.concat is not None:
+            present = tuple(name for name, x in linear.arguments.items() if x is not None)
+            x = next(iter(linear.arguments.values()))
+            key = (linear.op.name, x, layer_of(module_path(node)), present)
+            groups.setdefault(key, []).append(linear)
+    return [_gate_first(group) for group in groups.values() if len(group) > 1]
 
 
-def _gate_first(group: list[_Linear]) -> list[_Linear]:
+def _parameter(linear: OpCall, name: str, real: Real) -> nn.Parameter:
+    parameter = real[linear[name]]
+    assert isinstance(parameter, nn.Parameter)
+    return parameter
+
+
+def _gate_first(group: list[OpCall]) -> list[OpCall]:
     """The gate first: the order that kernels for gate and up expect."""
     gated = _gated([linear.node for linear in group])
     return (
@@ -208,16 +180,16 @@ def _readers(node: Node, through: Callable[[Node], bool]) -> Iterator[Node]:
 
 
 def _mergeable(
-    group: list[_Linear], real: Real
-) -> tuple[list[tuple[list[_Linear], tuple[str, ...]]], list[Refused]]:
+    group: list[OpCall], real: Real
+) -> tuple[list[tuple[list[OpCall], tuple[str, ...]]], list[Refused]]:
     """The parts of a group to merge, each with the names of the arguments to pack; and the other
     calls, with the reason.
     """
     assert group[0].op.concat is not None
-    names = group[0].op.concat([_values(linear) for linear in group])
+    names = group[0].op.concat([linear.values for linear in group])
     if isinstance(names, str):
         return [], [(group[0].node, "guard", names)]
-    fit: list[_Linear] = []
+    fit: list[OpCall] = []
     refused: list[Refused] = []
     for linear in group:
         reason = next(
@@ -241,13 +213,6 @@ def _mergeable(
     return mergeable, refused
 
 
-def _values(linear: _Linear) -> dict[str, Argument]:
-    return {
-        name: value(given) if isinstance(given, Node) else given
-        for name, given in linear.arguments.items()
-    }
-
-
 def _unfit(given: Argument, real: Real) -> str | None:
     """Why this argument of a call cannot be packed, or None."""
     if not isinstance(given, Node) or given.op != "placeholder" or given not in real:
@@ -259,23 +224,23 @@ def _unfit(given: Argument, real: Real) -> str | None:
 
 
 def _as_packed_before(
-    group: list[_Linear], name: str, real: Real
-) -> tuple[list[list[_Linear]], list[Refused]]:
+    group: list[OpCall], name: str, real: Real
+) -> tuple[list[list[OpCall]], list[Refused]]:
     """The calls to merge with each other: as an earlier graph has packed their parameters, and all
     others together.
     """
-    found: list[list[_Linear]] = []
-    others: list[_Linear] = []
+    found: list[list[OpCall]] = []
+    others: list[OpCall] = []
     refused: list[Refused] = []
-    by_parameter = {id(linear.parameter(name, real)): linear for linear in group}
+    by_parameter = {id(_parameter(linear, name, real)): linear for linear in group}
     for linear in group:
-        parts = packed_weights.packed_together(linear.parameter(name, real))
+        parts = packed_weights.packed_together(_parameter(linear, name, real))
         together = [by_parameter.get(id(parameter)) for parameter in parts]
         here = [other for other in together if other is not None]
         if not together:
             others.append(linear)
         elif len(here) < len(together):
-            reason = f"{input_name(linear.input(name))} is packed with others for another graph"
+            reason = f"{input_name(linear[name])} is packed with others for another graph"
             refused.append((linear.node, "packed", reason))
         elif here not in found:
             found.append(here)
@@ -283,7 +248,7 @@ def _as_packed_before(
 
 
 def _different(
-    group: list[_Linear], names: tuple[str, ...], real: Real
+    group: list[OpCall], names: tuple[str, ...], real: Real
 ) -> tuple[MissKind, str] | None:
     """Why these cannot be merged with each other, or None."""
     rest = [name for name in group[0].arguments if name not in names]
@@ -295,7 +260,7 @@ def _different(
     if differing:
         return "guard", f"they differ in {', '.join(differing)}"
     for name in names:
-        parameters = [linear.parameter(name, real) for linear in group]
+        parameters = [_parameter(linear, name, real) for linear in group]
         if reason := packed_weights.mismatch(parameters):
             return "guard", reason
         if reason := packed_weights.packed_with_others(parameters):
@@ -303,7 +268,7 @@ def _different(
     return None
 
 
-def _miss(kind: str, group: list[_Linear], difference: Difference) -> NearMiss:
+def _miss(kind: str, group: list[OpCall], difference: Difference) -> NearMiss:
     node = difference.node
     assert node is not None
     return NearMiss(
@@ -319,19 +284,18 @@ def _miss(kind: str, group: list[_Linear], difference: Difference) -> NearMiss:
 
 
 def _merge(
-    graph: Graph, group: list[_Linear], names: tuple[str, ...], kind: str, values: Values
+    graph: Graph, group: list[OpCall], names: tuple[str, ...], kind: str, values: Values
 ) -> Fired:
     nodes = [linear.node for linear in group]
     first = min(nodes)
     widths = [value(node).shape[-1] for node in nodes]
     zero_rows = _zero_rows(group[0], sum(widths))
     packed = {
-        name: packed_input(graph, [linear.input(name) for linear in group], zero_rows)
-        for name in names
+        name: packed_input(graph, [linear[name] for linear in group], zero_rows) for name in names
     }
     split_at = [*widths, zero_rows] if zero_rows else widths
     with graph.inserting_before(first):
-        bound = group[0].op.signature.bind(**{**group[0].arguments, **packed})
+        bound = group[0].bound(**packed)
         whole = graph.call_function(group[0].op.overload, bound.args, bound.kwargs)
         split = graph.call_function(aten.split_with_sizes.default, (whole, split_at, -1))
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(nodes))]
@@ -347,9 +311,9 @@ def _merge(
     return Fired(kind, nodes[0], attrs, set(nodes), [whole, split, *parts])
 
 
-def _zero_rows(linear: _Linear, rows: int) -> int:
+def _zero_rows(linear: OpCall, rows: int) -> int:
     """How many rows of zeros the packed weight of such linears has; 0 where each row has codes."""
-    if linear.op.weight_of(_values(linear)) is not None:
+    if linear.op.weight_of(linear.values) is not None:
         return 0
     return -rows % ALIGNED_ROWS if value(linear.node).dtype.itemsize == 2 else 0
 

@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +24,18 @@ from torch.fx.node import Argument
 from atomc.graph.canonical import VIEWS, call, input_name, keeps_last_dim, value
 from atomc.graph.edit import insert
 from atomc.graph.node_record import record_of, set_record
+from atomc.graph.op_call import OpCall, op_call
 from atomc.graph.provenance import describe, inherited
 from atomc.graph.sizes import known_equal, same_shape
-from atomc.graph.strides import Values
 from atomc.ops.activation import GATES
-from atomc.ops.op import Op, op_of
-from atomc.ops.op_traits import Arguments, Kind
+from atomc.ops.op import op_of
+from atomc.ops.op_traits import Kind
 from atomc.passes.merge.linears import packed_input
 from atomc.report.records import MissKind
-from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
-from atomc.rewriting.rewrite import Fired, remove_dead_nodes
+from atomc.rewriting.rewrite import Fired
 from atomc.torch_compat.core import Input
 from atomc.weights import packed as packed_weights
 
@@ -50,80 +51,43 @@ class _Unfit(Exception):
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A call of an op, with its arguments by name."""
-
-    op: Op
-    node: Node
-    arguments: Mapping[str, Argument]
-
-    def __getitem__(self, name: str) -> Node:
-        found = self.arguments[name]
-        assert isinstance(found, Node)
-        return found
-
-    @property
-    def values(self) -> Arguments:
-        """The arguments, tensors as fake ones."""
-        return {
-            name: value(given) if isinstance(given, Node) else given
-            for name, given in self.arguments.items()
-        }
-
-
-@dataclass(frozen=True)
-class _Site:
+class _Mixture:
     """A mixture and its shared expert. column: what multiplies the shared result, [..., 1]."""
 
-    routed: _Call
+    routed: OpCall
     added: Node
-    gate: _Call
-    up: _Call
-    down: _Call
+    gate: OpCall
+    up: OpCall
+    down: OpCall
     column: Node | None
     inner: list[Node]  # what is replaced, besides `routed` and `added`
 
     @property
-    def linears(self) -> tuple[_Call, ...]:
+    def linears(self) -> tuple[OpCall, ...]:
         return self.gate, self.up, self.down
 
 
-def shared_expert(gm: GraphModule, context: Context) -> Outcome:
+def shared_expert(gm: GraphModule, context: Context) -> Iterator[Change | NearMiss]:
     """Merge each shared expert of the graph with the experts beside it."""
-    done = Outcome()
     real = dict(zip(gm.graph.find_nodes(op="placeholder"), context.inputs, strict=False))
     if not real:
-        return done
-    values = Values(gm.graph)
+        return
     for routed in list(filter(None, map(_experts, gm.graph.nodes))):
         for added, shared in _sums(routed.node):
+            miss = partial(_miss, routed.node)
             try:
-                site = _site(routed, added, shared)
-                _check(site, context)
-                parts = dict(_parts(site, real))
+                mixture = _mixture(routed, added, shared)
+                _check(mixture, context)
+                parts = dict(_parts(mixture, real))
             except _Unfit as unfit:
-                done.near.append(_miss(routed.node, unfit.difference))
-                continue
-            off = context.off_here(NAME, routed.node)
-            if off is None:
-                done.fired.append(_merge(site, parts, values))
+                yield miss(unfit.difference)
             else:
-                done.off.add(off.pattern)
-                on = f"{NAME} to be on"
-                done.near.append(_miss(routed.node, Difference("off", on, off.text, routed.node)))
-    if done.fired:
-        remove_dead_nodes(gm.graph)
-    return done
+                yield Change(routed.node, miss, partial(_merge, mixture, parts))
 
 
-def _experts(node: Node) -> _Call | None:
-    found = _bound(node)
-    return found if found is not None and Kind.EXPERTS in found.op.kind else None
-
-
-def _bound(node: Node) -> _Call | None:
-    op = op_of(node.target)
-    return _Call(op, node, op.bind(*node.args, **node.kwargs)) if op is not None else None
+def _experts(node: Node) -> OpCall | None:
+    called = op_call(node)
+    return called if called is not None and Kind.EXPERTS in called.op.kind else None
 
 
 def _sums(routed: Node) -> Iterator[tuple[Node, Node]]:
@@ -162,7 +126,7 @@ def _factors(node: Node) -> list[Node]:
     return operands if len(operands) == 2 else []
 
 
-def _site(routed: _Call, added: Node, shared: Node) -> _Site:
+def _mixture(routed: OpCall, added: Node, shared: Node) -> _Mixture:
     """The parts of a shared expert, each of which is read by the next one only."""
     inner: list[Node] = []
 
@@ -192,7 +156,7 @@ def _site(routed: _Call, added: Node, shared: Node) -> _Site:
     gate, up = (_linear(routed, back(node)) for node in call(active).operands)
     for linear in (gate, up):
         _check_input(routed, linear)
-    return _Site(routed, added, gate, up, down, column, inner)
+    return _Mixture(routed, added, gate, up, down, column, inner)
 
 
 def _column(scaled: Node, shared: Node) -> Node | None:
@@ -208,11 +172,11 @@ def _column(scaled: Node, shared: Node) -> Node | None:
     return column
 
 
-def _check_activation(routed: _Call, active: Node, down: _Call) -> None:
+def _check_activation(routed: OpCall, active: Node, down: OpCall) -> None:
     """Raise _Unfit if the input of `down` is not activated as in the routed experts."""
     activation = routed.arguments["activation"]
     gate_of, arguments = GATES.get(str(activation), (None, {}))
-    gated = _bound(active)
+    gated = op_call(active)
     if gated is None or gated.op.kind is not Kind.GATE:
         raise _Unfit("other op", "a gated activation before it", describe(active), down.node)
     if gated.op is not gate_of or not arguments.items() <= gated.arguments.items():
@@ -220,7 +184,7 @@ def _check_activation(routed: _Call, active: Node, down: _Call) -> None:
         raise _Unfit("guard", same, describe(active), active)
 
 
-def _check_input(routed: _Call, linear: _Call) -> None:
+def _check_input(routed: OpCall, linear: OpCall) -> None:
     """Raise _Unfit if a linear does not read the rows that the routed experts read."""
     for name in ("x", "x_scale"):
         given, wanted = linear.arguments.get(name), routed.arguments.get(name)
@@ -228,11 +192,11 @@ def _check_input(routed: _Call, linear: _Call) -> None:
             raise _Unfit("same value", f"{name} of the routed experts", str(given), linear.node)
 
 
-def _linear(routed: _Call, node: Node) -> _Call:
+def _linear(routed: OpCall, node: Node) -> OpCall:
     """The call of a linear that multiplies as the routed experts do, without a bias."""
     assert routed.op.linear is not None
     wanted = routed.op.linear(routed.arguments)
-    found = _bound(node)
+    found = op_call(node)
     if found is None or found.op is not wanted:
         raise _Unfit("other op", f"{wanted.name}, as {routed.op.name}", describe(node), node)
     if found.arguments["bias"] is not None:
@@ -244,7 +208,7 @@ def _linear(routed: _Call, node: Node) -> _Call:
     return found
 
 
-def _unquantized(routed: _Call, down: _Call, back: Callable[[Node], Node]) -> Node:
+def _unquantized(routed: OpCall, down: OpCall, back: Callable[[Node], Node]) -> Node:
     """The input of `down`, before it is quantized as the op of experts quantizes it."""
     if routed.arguments.get("x_scale") is None:
         return down["x"]
@@ -277,49 +241,51 @@ def _same_rows(a: Argument, b: Argument) -> bool:
     return a is b or (part and _equal_calls(a, b) and _same_rows(a.args[0], b.args[0]))
 
 
-def _check(site: _Site, context: Context) -> None:
+def _check(mixture: _Mixture, context: Context) -> None:
     """Raise _Unfit if the op of the experts does not compute this."""
-    routed, node = site.routed, site.routed.node
+    routed, node = mixture.routed, mixture.routed.node
     if context.options.rounding == "hf":
         wanted = "rounding='fp32'"
         raise _Unfit("guard", wanted, "rounding='hf', but the sum would round once less", node)
     for name in ("b13", "b2", "act_scale", "limit", "interleaved"):
         if given := routed.arguments.get(name):
             raise _Unfit("attribute", f"routed experts without {name}", f"{name}={given}", node)
-    if routed.arguments.get("weight_on_input") and site.column is not None:
+    if routed.arguments.get("weight_on_input") and mixture.column is not None:
         wanted = "weights of results"
         raise _Unfit("attribute", wanted, "weight_on_input, which changes x", node)
-    width, rows = value(routed["w13"]).shape[1] // 2, value(site.gate["weight"]).shape[0]
+    width, rows = value(routed["w13"]).shape[1] // 2, value(mixture.gate["weight"]).shape[0]
     if rows != width:
         why = "; a wider one would be several experts, and its weights be copied" * (
             rows % width == 0
         )
-        raise _Unfit("size", f"{width} columns, as routed experts", f"{rows}{why}", site.gate.node)
-    assert site.gate.op.concat is not None
-    unjoined = site.gate.op.concat([linear.values for linear in (site.gate, site.up)])
+        raise _Unfit(
+            "size", f"{width} columns, as routed experts", f"{rows}{why}", mixture.gate.node
+        )
+    assert mixture.gate.op.concat is not None
+    unjoined = mixture.gate.op.concat([linear.values for linear in (mixture.gate, mixture.up)])
     if isinstance(unjoined, str):
-        raise _Unfit("guard", "rows of gate over rows of up", unjoined, site.gate.node)
+        raise _Unfit("guard", "rows of gate over rows of up", unjoined, mixture.gate.node)
 
 
-def _parts(site: _Site, real: Mapping[Node, Input]) -> Iterator[tuple[str, list[Node]]]:
+def _parts(mixture: _Mixture, real: Mapping[Node, Input]) -> Iterator[tuple[str, list[Node]]]:
     """The inputs to pack, for each argument of the op of experts that stores weights: [E, ...], and
     what becomes its last row.
     """
-    of_linear = _stored(site.gate, "weight")
-    for i, name in enumerate(_stored(site.routed, "w13", "w2")):
-        linears = (site.down,) if i % 2 else (site.gate, site.up)  # of w2, of w13
-        given = [site.routed.arguments[name]]
+    of_linear = _stored(mixture.gate, "weight")
+    for i, name in enumerate(_stored(mixture.routed, "w13", "w2")):
+        linears = (mixture.down,) if i % 2 else (mixture.gate, mixture.up)  # of w2, of w13
+        given = [mixture.routed.arguments[name]]
         given += [linear.arguments[of_linear[i // 2]] for linear in linears]
         if given[0] is None and given[1] is None:
             continue
         parts = [node for node in dict.fromkeys(given) if isinstance(node, Node)]
-        if reason := _unpackable(parts, site, real) or _unlike(parts):
+        if reason := _unpackable(parts, mixture, real) or _unlike(parts):
             wanted = f"weights that become one more row of {name}"
             raise _Unfit("guard", wanted, reason, linears[0].node)
         yield name, parts
 
 
-def _stored(called: _Call, *unquantized: str) -> tuple[str, ...]:
+def _stored(called: OpCall, *unquantized: str) -> tuple[str, ...]:
     """The arguments that store its weights: the weights, then their scales, then their zero
     points.
     """
@@ -327,9 +293,9 @@ def _stored(called: _Call, *unquantized: str) -> tuple[str, ...]:
     return unquantized if weight is None else weight.stored
 
 
-def _unpackable(parts: list[Node], site: _Site, real: Mapping[Node, Input]) -> str | None:
+def _unpackable(parts: list[Node], mixture: _Mixture, real: Mapping[Node, Input]) -> str | None:
     """Why these inputs cannot be packed, or None."""
-    readers = {site.routed.node, *(linear.node for linear in site.linears)}
+    readers = {mixture.routed.node, *(linear.node for linear in mixture.linears)}
     parameters = []
     for part in parts:
         given = real.get(part)
@@ -360,29 +326,27 @@ def _spell_value(given: Tensor) -> str:
     return f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"
 
 
-def _merge(site: _Site, parts: Mapping[str, list[Node]], values: Values) -> Fired:
-    routed, added = site.routed, site.added
+def _merge(mixture: _Mixture, parts: Mapping[str, list[Node]]) -> Fired:
+    routed, added = mixture.routed, mixture.added
     graph, experts = added.graph, len(value(routed["w2"]))
-    replaced = [routed.node, added, *site.inner]
+    replaced = [routed.node, added, *mixture.inner]
     packed = {name: packed_input(graph, nodes) for name, nodes in parts.items()}
     ids = insert(added, aten.constant_pad_nd.default, routed["ids"], [0, 1], experts)
-    weights = _weights(site)
-    bound = routed.op.signature.bind(
-        **{**routed.arguments, **packed, "ids": ids, "weights": weights}
-    )
+    weights = _weights(mixture)
+    bound = routed.bound(**packed, ids=ids, weights=weights)
     made = insert(added, routed.op.overload, *bound.args, **bound.kwargs)
     made.meta.update(inherited(replaced, routed.node, NAME))
     set_record(made, replace(record_of(made), shared_experts=1))
-    [operand] = [node for node in call(added).operands if node in site.inner[:1]]
+    [operand] = [node for node in call(added).operands if node in mixture.inner[:1]]
     routed.node.replace_all_uses_with(made)
     added.replace_all_uses_with(made if operand is routed.node else operand)
     graph.erase_node(added)
     return Fired(NAME, routed.node, {"experts": experts}, set(replaced), [made])
 
 
-def _weights(site: _Site) -> Node:
+def _weights(mixture: _Mixture) -> Node:
     """The router's weights [T, k], and the factor of the shared expert."""
-    added, weights, column = site.added, site.routed["weights"], site.column
+    added, weights, column = mixture.added, mixture.routed["weights"], mixture.column
     if column is None:
         return insert(added, aten.constant_pad_nd.default, weights, [0, 1], 1.0)
     if value(column).dim() != 2:

@@ -3,6 +3,8 @@
 empty > slice_scatter(a, dim, 0, n) > slice_scatter(b, dim, n, end)    =>    cat([a, b], dim)
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -10,16 +12,15 @@ from atomc.graph.canonical import call, dim_of, value
 from atomc.graph.expressions import Size
 from atomc.graph.sizes import known_equal
 from atomc.rewriting.graph_pass import Context
-from atomc.rewriting.rewrite import Fired, remove_dead_nodes
+from atomc.rewriting.rewrite import Fired
 
 aten = torch.ops.aten
 EMPTY = ("new_empty", "new_empty_strided", "empty", "empty_like", "empty_strided")
 
 
-def cat_of_slices(gm: GraphModule, context: Context) -> list[Fired]:
+def cat_of_slices(gm: GraphModule, context: Context) -> Iterator[Fired]:
     """Replace the last write of every tensor that its writes fill."""
     graph = gm.graph
-    fired = []
     for node in list(graph.nodes):
         parts = _parts(node)
         if not parts:
@@ -28,10 +29,7 @@ def cat_of_slices(gm: GraphModule, context: Context) -> list[Fired]:
             cat = graph.call_function(aten.cat.default, (parts, dim_of(call(node).attrs["dim"])))
         cat.meta.update(node.meta)
         node.replace_all_uses_with(cat)
-        fired.append(Fired("cat_of_slices", node, {}))
-    if fired:
-        remove_dead_nodes(graph)
-    return fired
+        yield Fired("cat_of_slices", node, {})
 
 
 def _parts(node: Node) -> list[Node]:

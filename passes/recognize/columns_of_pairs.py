@@ -4,6 +4,7 @@ x.view(.., n, 2)[..., i], x.view(.., n, 2).unbind(-1)[i]    =>    x[..., i::2]
 """
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule, Node
@@ -11,15 +12,14 @@ from torch.fx import GraphModule, Node
 from atomc.graph.canonical import call, value
 from atomc.graph.sizes import known_equal
 from atomc.rewriting.graph_pass import Context
-from atomc.rewriting.rewrite import Fired, remove_dead_nodes
+from atomc.rewriting.rewrite import Fired
 
 aten = torch.ops.aten
 
 
-def columns_of_pairs(gm: GraphModule, context: Context) -> list[Fired]:
+def columns_of_pairs(gm: GraphModule, context: Context) -> Iterator[Fired]:
     """Replace every part of a view as pairs."""
     graph = gm.graph
-    fired = []
     for node in list(graph.nodes):
         part = _part(node)
         if part is None:
@@ -29,10 +29,7 @@ def columns_of_pairs(gm: GraphModule, context: Context) -> list[Fired]:
             columns = graph.call_function(aten.slice.Tensor, (x, -1, i, None, 2))
         columns.meta.update(node.meta)
         node.replace_all_uses_with(columns)
-        fired.append(Fired("columns_of_pairs", node, {}))
-    if fired:
-        remove_dead_nodes(graph)
-    return fired
+        yield Fired("columns_of_pairs", node, {})
 
 
 def _part(node: Node) -> tuple[Node, int] | None:

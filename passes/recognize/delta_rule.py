@@ -5,10 +5,12 @@ pattern has it.
 cumsum of decays > exp > * k k^T > solve_triangular > one product and sum per chunk    (no change)
 """
 
+from collections.abc import Iterator
+
 from torch.fx import GraphModule, Node
 
 from atomc.graph.canonical import call
-from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
 
@@ -19,7 +21,7 @@ EXPECTED = (
 FOUND = "the loop over chunks of the class, unrolled into this graph"
 
 
-def delta_rule(gm: GraphModule, context: Context) -> Outcome:
+def delta_rule(gm: GraphModule, context: Context) -> Iterator[NearMiss]:
     """A near miss for each unrolled loop; changes nothing."""
     loops: dict[Node, Node] = {}
     for node in gm.graph.nodes:
@@ -28,21 +30,9 @@ def delta_rule(gm: GraphModule, context: Context) -> Outcome:
             triangle = call(node).operands[0]
             if _decays(triangle):
                 loops.setdefault(triangle, node)
-    return Outcome(
-        near=[
-            NearMiss(
-                NAME,
-                "",
-                node,
-                1,
-                2,
-                0,
-                [Difference("other op", EXPECTED, FOUND, node)],
-                {triangle, node},
-            )
-            for triangle, node in loops.items()
-        ]
-    )
+    for triangle, node in loops.items():
+        differs = Difference("other op", EXPECTED, FOUND, node)
+        yield NearMiss(NAME, "", node, 1, 2, 0, [differs], {triangle, node})
 
 
 def _decays(triangle: Node) -> bool:

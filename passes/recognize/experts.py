@@ -31,7 +31,7 @@ from atomc.ops.op_traits import Kind
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.matching.pattern import Index
-from atomc.rewriting.rewrite import Case, Fired, Needs, Rewrite, remove_dead_nodes
+from atomc.rewriting.rewrite import Case, Fired, Needs, Rewrite
 
 transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
 TRANSFORMERS = "transformers.integrations.moe"
@@ -310,11 +310,10 @@ MOE_EXPERTS = Rewrite(
 )
 
 
-def ids_as_chosen(gm: GraphModule, context: Context) -> list[Fired]:
+def ids_as_chosen(gm: GraphModule, context: Context) -> Iterator[Fired]:
     """Let experts, and what sends tokens to them, read the int32 ids of the router, without a cast
     to int64.
     """
-    fired = []
     for node in gm.graph.nodes:
         op = op_of(node.target)
         if op is None or not op.kind & (Kind.EXPERTS | Kind.COLLECTIVE):
@@ -325,6 +324,4 @@ def ids_as_chosen(gm: GraphModule, context: Context) -> list[Fired]:
         cast = call(ids)
         if cast.op == "cast" and value(cast.operands[0]).dtype == torch.int32:
             node.replace_input_with(ids, cast.operands[0])
-            fired.append(Fired("ids_as_chosen", node, {}))
-    remove_dead_nodes(gm.graph)
-    return fired
+            yield Fired("ids_as_chosen", node, {})

@@ -11,41 +11,39 @@ A Rewrite does not fit: the casts of a pattern may be absent where the dtype is 
 linear of a model would be a near miss.
 """
 
+from collections.abc import Iterator
+from functools import partial
+
 from torch.fx import GraphModule, Node
 
 from atomc import ops
 from atomc.graph.canonical import call, uncast, value
 from atomc.graph.provenance import describe, inherited, module_path
 from atomc.ops.op import op_of
-from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
-from atomc.rewriting.rewrite import Fired, remove_dead_nodes
+from atomc.rewriting.rewrite import Fired
 
 NAME = "linear_fp32"
 
 
-def linear_fp32(gm: GraphModule, context: Context) -> Outcome:
+def linear_fp32(gm: GraphModule, context: Context) -> Iterator[Change | NearMiss]:
     """Replace every product of two casts to fp32."""
-    done = Outcome()
     for node in list(gm.graph.nodes):
         if op_of(node.target) is not ops.linear:
             continue
         casts = [operand for operand in call(node).operands[:2] if uncast(operand) is not None]
         if not casts:
             continue
+        miss = partial(_miss, node, casts)
         difference = _difference(node, context)
-        if difference is None and (off := context.off_here(NAME, node)):
-            done.off.add(off.pattern)
-            difference = Difference("off", f"{NAME} to be on", off.text, node)
-        if difference is None:
-            done.fired.append(_replace(node, casts))
-        else:
-            matched = {node, *casts}
-            done.near.append(NearMiss(NAME, "", node, len(matched), 3, 0, [difference], matched))
-    if done.fired:
-        remove_dead_nodes(gm.graph)
-    return done
+        yield miss(difference) if difference else Change(node, miss, partial(_replace, node, casts))
+
+
+def _miss(node: Node, casts: list[Node], difference: Difference) -> NearMiss:
+    matched = {node, *casts}
+    return NearMiss(NAME, "", node, len(matched), 3, 0, [difference], matched)
 
 
 def _difference(node: Node, context: Context) -> Difference | None:

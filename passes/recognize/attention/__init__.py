@@ -13,42 +13,51 @@ In 16 bits the model rounds scores and weights, the op only its result; rounding
 keeps the written form. A row whose keys are all hidden by -inf is zero, not NaN.
 """
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 from torch.fx import GraphModule, Node
 
 from atomc.graph.canonical import call
 from atomc.graph.strides import Values, spread_strides
-from atomc.passes.recognize.attention.match_site import checked_site
+from atomc.passes.recognize.attention.match_site import AttentionSite, checked_site
 from atomc.passes.recognize.attention.products import PRODUCTS, above, has_product
 from atomc.passes.recognize.attention.replacement import replace_by_op
 from atomc.passes.recognize.attention.scores import product_with_keys
 from atomc.passes.recognize.attention.walk import Unlike, Walk
 from atomc.passes.recognize.attention.weights import product_with_values
-from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
-from atomc.rewriting.rewrite import remove_dead_nodes
+from atomc.rewriting.rewrite import Fired
 
 
-def attention(gm: GraphModule, context: Context) -> Outcome:
+def attention(gm: GraphModule, context: Context) -> Iterator[Change | NearMiss]:
     """Replace every softmax between a product of queries and keys and one with values."""
-    done = Outcome()
     moved: list[tuple[Node, torch.Tensor]] = []
     for softmax in [node for node in gm.graph.nodes if call(node).op in ("_softmax", "softmax")]:
         walk = Walk(softmax)
         try:
             result = product_with_values(walk)
-            scores = product_with_keys(walk)
-            done.fired.append(replace_by_op(checked_site(walk, scores, result, context), moved))
-            done.near += [_near_miss(walk, reason, "causal") for reason in walk.unproven]
+            site = checked_site(walk, product_with_keys(walk), result, context)
         except Unlike as unlike:
             if _is_near(walk):
-                done.near.append(_near_miss(walk, unlike.difference))
+                yield _near_miss(walk, unlike.difference)
+            continue
+        yield Change(softmax, partial(_near_miss, walk), partial(_replaced, site, moved))
+        for reason in walk.unproven:
+            yield _near_miss(walk, reason, "causal")
     values = Values(gm.graph)
     for node, before in moved:
         spread_strides(gm.graph, node, before, values)
-    remove_dead_nodes(gm.graph)
-    return done
+
+
+def _replaced(site: AttentionSite, moved: list[tuple[Node, torch.Tensor]]) -> Fired | NearMiss:
+    try:
+        return replace_by_op(site, moved)
+    except Unlike as unlike:
+        return _near_miss(site.walk, unlike.difference)
 
 
 def _is_near(walk: Walk) -> bool:

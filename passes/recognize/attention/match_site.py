@@ -41,8 +41,6 @@ def checked_site(walk: Walk, scores: Node, result: Node, context: Context) -> At
     _check_masks(site)
     _check_readers(site)
     _check_writes(site)
-    if off := context.off_here("attention", walk.softmax):
-        raise Unlike("off", "attention to be on", off.text, walk.softmax)
     if context.options.rounding == "hf" and value(result).dtype != torch.float32:
         found = f"rounding='hf' keeps scores and weights rounded to {value(result).dtype}"
         raise Unlike("guard", "a model in float32, or rounding='fp32'", found, walk.softmax)

@@ -9,6 +9,7 @@ F.scaled_dot_product_attention, such as those of transformers without a cache.
 """
 
 import math
+from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
@@ -19,12 +20,11 @@ from atomc.passes.recognize.attention.causal_mask import Band, visible
 from atomc.passes.recognize.attention.masks import HIDES
 from atomc.passes.recognize.attention.walk import Unlike
 from atomc.rewriting.graph_pass import Context
-from atomc.rewriting.rewrite import Fired, remove_dead_nodes
+from atomc.rewriting.rewrite import Fired
 
 
-def proven_masks(gm: GraphModule, context: Context) -> list[Fired]:
+def proven_masks(gm: GraphModule, context: Context) -> Iterator[Fired]:
     """Replace the mask of each attention for which `causal` and `window` say the same."""
-    fired = []
     for node in gm.graph.find_nodes(op="call_function", target=ops.attention.overload):
         given = dict(ops.attention.signature.bind(*node.args, **node.kwargs).arguments)
         mask = given.get("mask")
@@ -36,10 +36,7 @@ def proven_masks(gm: GraphModule, context: Context) -> list[Fired]:
             given |= {"window": int(1 - band.low)} if band.low > -math.inf else {}
             bound = ops.attention.signature.bind(**given)
             node.args, node.kwargs = bound.args, bound.kwargs
-            fired.append(Fired("proven_masks", node, {}, {node}))
-    if fired:
-        remove_dead_nodes(gm.graph)
-    return fired
+            yield Fired("proven_masks", node, {}, {node})
 
 
 def _visible_keys(operands: list[Node], mask: Node) -> Band | None:

@@ -1,0 +1,52 @@
+"""Calls of ops, with their arguments by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import BoundArguments
+
+from torch.fx import Node
+from torch.fx.node import Argument
+
+from atomc.graph.canonical import value
+from atomc.ops.op import Op, op_of
+from atomc.ops.op_traits import Arguments
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """A call of an op. arguments: by parameter, defaults included."""
+
+    op: Op
+    node: Node
+    arguments: Mapping[str, Argument]
+
+    def __getitem__(self, name: str) -> Node:
+        """An argument that is a node."""
+        argument = self.arguments[name]
+        assert isinstance(argument, Node)
+        return argument
+
+    @property
+    def values(self) -> Arguments:
+        """The arguments, nodes by their fake values."""
+        return {
+            name: value(argument) if isinstance(argument, Node) else argument
+            for name, argument in self.arguments.items()
+        }
+
+    def bound(self, **changed: Argument) -> BoundArguments:
+        """The arguments of a call of the op with these in the place of its own."""
+        return self.op.signature.bind(**{**self.arguments, **changed})
+
+
+def op_call(node: Node) -> OpCall | None:
+    """None for a node that calls no op."""
+    op = op_of(node.target)
+    return None if op is None else OpCall(op, node, op.bind(*node.args, **node.kwargs))
+
+
+def arguments_of(node: Node) -> Mapping[str, Argument]:
+    """The arguments of a call of an op by parameter, defaults included."""
+    called = op_call(node)
+    assert called is not None
+    return called.arguments
