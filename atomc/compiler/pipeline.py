@@ -375,7 +375,10 @@ def _call(gm: GraphModule, p: Pass, context: Context) -> Outcome:
             else:
                 done.off.add(off.pattern)
                 result = result.miss(Difference("off", f"{p.name} to be on", off.text, result.node))
-        (done.near if isinstance(result, NearMiss) else done.fired).append(result)
+        if isinstance(result, Fired):
+            done.fired.append(result)
+        else:
+            done.near.append(result)
     sort_topologically(gm.graph)
     remove_dead_nodes(gm.graph)
     return done

@@ -19,6 +19,7 @@ from atomc.graph.mutation import mutated
 from atomc.graph.provenance import Provenance, describe, inherited
 from atomc.graph.sizes import same_shape
 from atomc.graph.strides import Values, same_strides, spread_strides
+from atomc.ops.op import Op
 from atomc.rewriting.example import ExampleValue, OneOf
 from atomc.rewriting.matching.near_miss import NearMiss, near_misses
 from atomc.rewriting.matching.pattern import Difference, Index, Pattern, Site
@@ -54,8 +55,9 @@ class Case:
 class Rewrite:
     """Replaces each match of `pattern` by `replacement`, two functions with the same parameters.
 
-    The pattern is traced, so it may use all of torch. The replacement is called once per site with
-    graph nodes, so it uses atomc.ops and torch.ops.aten.<name>.<overload>. An argument is a node or
+    The pattern is traced, so it may use all of torch. The replacement is an op with these
+    parameters; or it is called once per site with graph nodes, so that it uses atomc.ops and
+    torch.ops.aten.<name>.<overload>. An argument is a node or
     a captured attribute (Pattern); one that is neither has the value of the example. Where both are
     one function, each match is a near miss with the guard's reason.
     """
@@ -100,10 +102,10 @@ class Rewrite:
     patterns: dict[Case, Pattern] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if (
-            signature(self.pattern).parameters.keys()
-            != signature(self.replacement).parameters.keys()
-        ):
+        of_replacement = self.replacement
+        if isinstance(of_replacement, Op):
+            of_replacement = of_replacement.reference
+        if signature(self.pattern).parameters.keys() != signature(of_replacement).parameters.keys():
             raise ValueError(
                 f"rewrite {self.name!r}: pattern and replacement take different arguments"
             )
@@ -340,12 +342,15 @@ def _renamed(bound: Node, renamed: Mapping[Node, Node]) -> Node:
 def _results(graph: Graph, rewrite: Rewrite, site: Site) -> list[Node]:
     """Call the replacement; one node per output."""
     tracer = GraphAppendingTracer(graph)
-    result = rewrite.replacement(
-        **{
-            name: Proxy(given, tracer) if isinstance(given, Node) else given
-            for name, given in site.arguments().items()
-        }
-    )
+    arguments = {
+        name: Proxy(argument, tracer) if isinstance(argument, Node) else argument
+        for name, argument in site.arguments().items()
+    }
+    if isinstance(rewrite.replacement, Op):
+        bound = rewrite.replacement.signature.bind(**arguments)
+        result = rewrite.replacement.overload(*bound.args, **bound.kwargs)
+    else:
+        result = rewrite.replacement(**arguments)
     parts = result if isinstance(result, tuple) else (result,)
     nodes = [part.node for part in parts if isinstance(part, Proxy)]
     count = len(site.pattern.outputs)

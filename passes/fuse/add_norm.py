@@ -19,12 +19,6 @@ def _rms_pattern(
     return ops.rms_norm(total, weight, eps, style), total
 
 
-def _rms_replacement(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str
-) -> tuple[Tensor, Tensor]:
-    return ops.add_rms_norm(x, residual, weight, eps, style)
-
-
 def _rms_example() -> Example:
     return {
         "x": tensor_example(3, 10),
@@ -46,12 +40,6 @@ def _layer_pattern(
     return ops.layer_norm(total, weight, bias, eps), total
 
 
-def _layer_replacement(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    return ops.add_layer_norm(x, residual, weight, bias, eps)
-
-
 def _layer_example(weighted: bool, biased: bool) -> Example:
     return {
         "x": tensor_example(3, 10),
@@ -65,7 +53,7 @@ def _layer_example(weighted: bool, biased: bool) -> Example:
 ADD_RMS_NORM = Rewrite(
     "add_rms_norm",
     _rms_pattern,
-    _rms_replacement,
+    ops.add_rms_norm,
     _rms_example,
     sees_through=True,
     attrs=_rms_attrs,
@@ -73,7 +61,7 @@ ADD_RMS_NORM = Rewrite(
 ADD_LAYER_NORM = Rewrite(
     "add_layer_norm",
     _layer_pattern,
-    _layer_replacement,
+    ops.add_layer_norm,
     _layer_example,
     sees_through=True,
     cases=[

@@ -17,16 +17,10 @@ from atomc.rewriting.rewrite import Case, Rewrite
 
 
 def _pattern(
-    x: Tensor, weight: Tensor, eps: float, group: str, style: str
+    x: Tensor, weight: Tensor, eps: float, process_group: str, style: str
 ) -> tuple[Tensor, Tensor]:
-    summed = ops.all_reduce(x, group)
+    summed = ops.all_reduce(x, process_group)
     return ops.rms_norm(summed, weight, eps, style), summed
-
-
-def _replacement(
-    x: Tensor, weight: Tensor, eps: float, group: str, style: str
-) -> tuple[Tensor, Tensor]:
-    return ops.allreduce_rms_norm(x, weight, eps, group, style)
 
 
 def _example() -> Example:
@@ -34,7 +28,7 @@ def _example() -> Example:
         "x": tensor_example(3, 10),
         "weight": norm_weight_example(10),
         "eps": 1e-6,
-        "group": "a group",
+        "process_group": "a group",
         "style": "after",
     }
 
@@ -44,12 +38,12 @@ def _add_pattern(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    group: str,
+    process_group: str,
     style: str,
     swapped: bool,
     last: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    summed = ops.all_reduce(x, group)
+    summed = ops.all_reduce(x, process_group)
     first, second = (residual, summed) if swapped else (summed, residual)
     y, total = ops.add_rms_norm(first, second, weight, eps, style)
     return y if last else (y, total)
@@ -60,12 +54,12 @@ def _add_replacement(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    group: str,
+    process_group: str,
     style: str,
     swapped: bool,
     last: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    y, total = ops.allreduce_add_rms_norm(x, residual, weight, eps, group, style)
+    y, total = ops.allreduce_add_rms_norm(x, residual, weight, eps, process_group, style)
     return y if last else (y, total)
 
 
@@ -74,7 +68,9 @@ def _add_example(swapped: bool, last: bool) -> Example:
 
 
 _NEEDS: dict[str, Example] = {"all_reduce": {}}
-ALLREDUCE_RMS_NORM = Rewrite("allreduce_rms_norm", _pattern, _replacement, _example, needs=_NEEDS)
+ALLREDUCE_RMS_NORM = Rewrite(
+    "allreduce_rms_norm", _pattern, ops.allreduce_rms_norm, _example, needs=_NEEDS
+)
 ALLREDUCE_ADD_RMS_NORM = Rewrite(
     "allreduce_add_rms_norm",
     _add_pattern,

@@ -30,13 +30,13 @@ def _pattern(
     b2: Tensor | None,
     nowhere: int,
     ranks: int,
-    group: str,
+    process_group: str,
     activation: str,
     interleaved: bool,
     alpha: float,
     limit: float | None,
 ) -> Tensor:
-    tokens = ops.dispatch_tokens(x, ids, weights, places, nowhere, ranks, group)
+    tokens = ops.dispatch_tokens(x, ids, weights, places, nowhere, ranks, process_group)
     partial = ops.moe_experts(
         *tokens,
         w13,
@@ -48,43 +48,7 @@ def _pattern(
         alpha=alpha,
         limit=limit,
     )
-    return ops.combine_tokens(partial, ranks, group)
-
-
-def _replacement(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    places: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    nowhere: int,
-    ranks: int,
-    group: str,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
-) -> Tensor:
-    return ops.moe_experts_ep(
-        x,
-        ids,
-        weights,
-        places,
-        w13,
-        w2,
-        b13,
-        b2,
-        nowhere=nowhere,
-        ranks=ranks,
-        process_group=group,
-        activation=activation,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
-    )
+    return ops.combine_tokens(partial, ranks, process_group)
 
 
 def _attrs(w13: Tensor, ranks: int, **_: object) -> dict[str, str | int]:
@@ -103,7 +67,7 @@ def _example(biased: bool, limited: bool) -> Example:
         "b2": tensor_example(4, 10) if biased else None,
         "nowhere": 17,
         "ranks": 5,
-        "group": "a group",
+        "process_group": "a group",
         "activation": OneOf(*ACTIVATIONS),
         "interleaved": OneOf(False, True),
         "alpha": 1.3,
@@ -114,7 +78,7 @@ def _example(biased: bool, limited: bool) -> Example:
 MOE_EXPERTS_EP = Rewrite(
     "moe_experts_ep",
     _pattern,
-    _replacement,
+    ops.moe_experts_ep,
     _example,
     attrs=_attrs,
     needs={"dispatch_tokens": {}},

@@ -52,42 +52,6 @@ def _pattern(
     )
 
 
-def _replacement(
-    x: Tensor,
-    weight: Tensor,
-    linear_bias: Tensor | None,
-    bias: Tensor | None,
-    logits_dtype: torch.dtype,
-    k: int,
-    score: str,
-    groups: int,
-    topk_groups: int,
-    group_score: str,
-    renormalize: bool,
-    eps: float,
-    min_sum: float,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return ops.linear_topk_route(
-        x,
-        weight,
-        linear_bias,
-        bias,
-        logits_dtype=logits_dtype,
-        k=k,
-        score=score,
-        groups=groups,
-        topk_groups=topk_groups,
-        group_score=group_score,
-        renormalize=renormalize,
-        eps=eps,
-        min_sum=min_sum,
-        scale=scale,
-        dtype=dtype,
-    )
-
-
 def _example(
     stored: tuple[torch.dtype, ...], logits: torch.dtype, biased: bool, chosen_by_bias: bool
 ) -> Example:
@@ -139,7 +103,7 @@ _16_BITS = (torch.bfloat16, torch.float16)
 LINEAR_TOPK_ROUTE = Rewrite(
     "linear_topk_route",
     _pattern,
-    _replacement,
+    ops.linear_topk_route,
     _example,
     attrs=_attrs,
     cases=[

@@ -18,10 +18,6 @@ def _pattern(x: Tensor, gate: Tensor, weight: Tensor, eps: float, style: str) ->
     return (y * F.silu(gate.to(torch.float32))).to(x.dtype)
 
 
-def _replacement(x: Tensor, gate: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
-    return ops.rms_norm_gated(x, gate, weight, eps, style)
-
-
 def _example() -> Example:
     return {
         "x": tensor_example(3, 10),
@@ -32,4 +28,6 @@ def _example() -> Example:
     }
 
 
-RMS_NORM_GATED = Rewrite("rms_norm_gated", _pattern, _replacement, _example, needs={"rms_norm": {}})
+RMS_NORM_GATED = Rewrite(
+    "rms_norm_gated", _pattern, ops.rms_norm_gated, _example, needs={"rms_norm": {}}
+)

@@ -20,12 +20,6 @@ def _pattern(
     return F.pad(y, (0, columns)), total
 
 
-def _replacement(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str
-) -> tuple[Tensor, Tensor]:
-    return ops.add_rms_norm_pad(x, residual, weight, eps, columns, style)
-
-
 def _columns_are_added(columns: int, **_: object) -> str | None:
     return None if columns > 0 else f"columns to be added, these are {columns}"
 
@@ -42,5 +36,5 @@ def _example() -> Example:
 
 
 ADD_RMS_NORM_PAD = Rewrite(
-    "add_rms_norm_pad", _pattern, _replacement, _example, guard=_columns_are_added
+    "add_rms_norm_pad", _pattern, ops.add_rms_norm_pad, _example, guard=_columns_are_added
 )

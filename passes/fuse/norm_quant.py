@@ -7,52 +7,58 @@ x, r > add_rms_norm -+- quantizer -> codes, scales     x, r > add_rms_norm_quant
                      +-> sum                     =>                               +-> sum
 """
 
-from typing import Unpack
+from collections.abc import Callable
 
 from torch import Tensor
 
 from atomc import ops
+from atomc.ops.op import OpFunction
 from atomc.passes.fuse.quantizers import QUANTIZERS, Attributes, Quantizer
 from atomc.rewriting.example import Example, norm_weight_example, tensor_example
-from atomc.rewriting.rewrite import Case, Rewrite
+from atomc.rewriting.rewrite import Case, Needs, Rewrite
 
 
-def _pattern(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    style: str,
-    quantizer: Quantizer,
-    keep: bool,
-    scale: Tensor | None,
-    **captured: Unpack[Attributes],
-) -> tuple[Tensor, ...]:
-    y = ops.rms_norm(x, weight, eps, style)
-    quantized = quantizer(y, scale, **captured)
-    return (*quantized, y) if keep else quantized
+def quantizing(
+    norm: OpFunction[..., Tensor | tuple[Tensor, ...]],
+    fused: OpFunction[..., tuple[Tensor, ...]],
+    example: Callable[[Quantizer, bool], Example],
+    needs: Needs,
+) -> Rewrite:
+    """The rewrite of a norm and any quantizer of its result to `fused`, which takes the arguments
+    of the norm, a scale before the style, and keeps the sum that the norm returns.
+    """
+    names = norm.signature.parameters
 
+    def split(arguments: dict[str, object]) -> tuple[list[object], Attributes]:
+        """The arguments of the norm, and the captured attributes of the quantizer."""
+        attributes = {name: x for name, x in arguments.items() if name not in names}
+        return [arguments[name] for name in names], attributes  # type: ignore[return-value]
 
-def _replacement(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    style: str,
-    quantizer: Quantizer,
-    keep: bool,
-    scale: Tensor | None,
-    **captured: Unpack[Attributes],
-) -> Tensor | tuple[Tensor, ...]:
-    made = ops.rms_norm_quant(
-        x,
-        weight,
-        eps,
-        scale,
-        style,
-        scheme=quantizer.scheme,
-        keep=keep,
-        **quantizer.attributes(captured),
-    )
-    return quantizer.results(made, [2] * keep)
+    def pattern(
+        quantizer: Quantizer, keep: bool, scale: Tensor | None, **arguments: object
+    ) -> tuple[Tensor, ...]:
+        operands, captured = split(arguments)
+        results = norm(*operands)
+        y, *total = results if isinstance(results, tuple) else (results,)
+        return *quantizer(y, scale, **captured), *total, *[y] * keep
+
+    def replacement(
+        quantizer: Quantizer, keep: bool, scale: Tensor | None, **arguments: object
+    ) -> Tensor | tuple[Tensor, ...]:
+        (*operands, style), captured = split(arguments)
+        attributes = quantizer.attributes(captured)
+        results = fused(*operands, scale, style, scheme=quantizer.scheme, keep=keep, **attributes)
+        return quantizer.results(results, range(2, len(norm.overload._schema.returns) + 1 + keep))
+
+    def attrs(quantizer: Quantizer, keep: bool, **_: object) -> dict[str, str | bool]:
+        return {"scheme": quantizer.scheme, **({"keep": True} if keep else {})}
+
+    cases = [
+        Case(f"{q.scheme}{', kept' * keep}", {"quantizer": q, "keep": keep}, q.needs)
+        for q in QUANTIZERS
+        for keep in (False, True)
+    ]
+    return Rewrite(fused.name, pattern, replacement, example, attrs=attrs, needs=needs, cases=cases)
 
 
 def _example(quantizer: Quantizer, keep: bool) -> Example:
@@ -67,47 +73,6 @@ def _example(quantizer: Quantizer, keep: bool) -> Example:
     }
 
 
-def _add_pattern(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    style: str,
-    quantizer: Quantizer,
-    keep: bool,
-    scale: Tensor | None,
-    **captured: Unpack[Attributes],
-) -> tuple[Tensor, ...]:
-    y, total = ops.add_rms_norm(x, residual, weight, eps, style)
-    quantized = quantizer(y, scale, **captured)
-    return (*quantized, total, y) if keep else (*quantized, total)
-
-
-def _add_replacement(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    style: str,
-    quantizer: Quantizer,
-    keep: bool,
-    scale: Tensor | None,
-    **captured: Unpack[Attributes],
-) -> Tensor | tuple[Tensor, ...]:
-    made = ops.add_rms_norm_quant(
-        x,
-        residual,
-        weight,
-        eps,
-        scale,
-        style,
-        scheme=quantizer.scheme,
-        keep=keep,
-        **quantizer.attributes(captured),
-    )
-    return quantizer.results(made, [2, 3] if keep else [2])
-
-
 def _add_example(quantizer: Quantizer, keep: bool) -> Example:
     return {
         "x": tensor_example(3, 64),
@@ -116,22 +81,5 @@ def _add_example(quantizer: Quantizer, keep: bool) -> Example:
     }
 
 
-def _attrs(quantizer: Quantizer, keep: bool, **_: object) -> dict[str, str | bool]:
-    return {"scheme": quantizer.scheme, **({"keep": True} if keep else {})}
-
-
-_CASES = [
-    Case(
-        f"{quantizer.scheme}{', kept' * keep}",
-        {"quantizer": quantizer, "keep": keep},
-        quantizer.needs,
-    )
-    for quantizer in QUANTIZERS
-    for keep in (False, True)
-]
-RMS_NORM_QUANT = Rewrite(
-    "rms_norm_quant", _pattern, _replacement, _example, attrs=_attrs, cases=_CASES
-)
-ADD_RMS_NORM_QUANT = Rewrite(
-    "add_rms_norm_quant", _add_pattern, _add_replacement, _add_example, attrs=_attrs, cases=_CASES
-)
+RMS_NORM_QUANT = quantizing(ops.rms_norm, ops.rms_norm_quant, _example, {})
+ADD_RMS_NORM_QUANT = quantizing(ops.add_rms_norm, ops.add_rms_norm_quant, _add_example, {})

@@ -29,20 +29,6 @@ def _pattern(
     )
 
 
-def _replacement(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    norm_style: str,
-    rope_style: str,
-) -> tuple[Tensor, Tensor]:
-    return ops.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
-
-
 def _example() -> Example:
     return {
         "q": tensor_example(5, 7, 22),
@@ -57,4 +43,4 @@ def _example() -> Example:
     }
 
 
-QK_NORM_ROPE = Rewrite("qk_norm_rope", _pattern, _replacement, _example, read_together=True)
+QK_NORM_ROPE = Rewrite("qk_norm_rope", _pattern, ops.qk_norm_rope, _example, read_together=True)

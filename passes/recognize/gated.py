@@ -17,14 +17,6 @@ def _example() -> Example:
     return {"gate": tensor_example(3, 10), "up": tensor_example(3, 10)}
 
 
-def _gelu_pattern(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    return ops.gelu_and_mul.reference(gate, up, approximate)
-
-
-def _gelu_replacement(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    return ops.gelu_and_mul(gate, up, approximate)
-
-
 def _gelu_example() -> Example:
     return {**_example(), "approximate": "none"}
 
@@ -32,10 +24,10 @@ def _gelu_example() -> Example:
 SILU_AND_MUL = Rewrite(
     "silu_and_mul",
     ops.silu_and_mul.reference,
-    lambda gate, up: ops.silu_and_mul(gate, up),
+    ops.silu_and_mul,
     _example,
 )
-GELU_AND_MUL = Rewrite("gelu_and_mul", _gelu_pattern, _gelu_replacement, _gelu_example)
+GELU_AND_MUL = Rewrite("gelu_and_mul", ops.gelu_and_mul.reference, ops.gelu_and_mul, _gelu_example)
 
 
 def _sigmoid_example(gates: int, added: bool) -> Example:
@@ -49,7 +41,7 @@ def _sigmoid_example(gates: int, added: bool) -> Example:
 SIGMOID_AND_MUL = Rewrite(
     "sigmoid_and_mul",
     ops.sigmoid_and_mul.reference,
-    lambda gate, up, added: ops.sigmoid_and_mul(gate, up, added),
+    ops.sigmoid_and_mul,
     _sigmoid_example,
     needs={"aten::sigmoid": {}},
     apart=("gate", "up"),

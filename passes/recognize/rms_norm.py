@@ -16,14 +16,6 @@ from atomc.rewriting.example import Example, norm_weight_example, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite, unsupported
 
 
-def _pattern(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
-    return ops.rms_norm.reference(x, weight, eps, style)
-
-
-def _replacement(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
-    return ops.rms_norm(x, weight, eps, style)
-
-
 def _example(style: str) -> Example:
     return {
         "x": tensor_example(3, 10),
@@ -40,8 +32,8 @@ def _attrs(x: Tensor, weight: Tensor, style: str, **_: object) -> dict[str, str]
 # Most specific first: in fp32 the later styles also match models of the earlier ones.
 RMS_NORM = Rewrite(
     "rms_norm",
-    _pattern,
-    _replacement,
+    ops.rms_norm.reference,
+    ops.rms_norm,
     _example,
     attrs=_attrs,
     cases=[Case(style, {"style": style}) for style in RMS_NORM_STYLES],

@@ -52,10 +52,6 @@ def _pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     return rotate(x, cos, sin, style)
 
 
-def _replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return ops.rope(x, cos, sin, style)
-
-
 def _example(style: str) -> Example:
     width = 12 // columns_per_angle(style)
     # The dtypes of x and of the tables are independent: the op promotes as PyTorch does.
@@ -146,9 +142,7 @@ _STYLES = [
     Case(style, {"style": style}, {"aten::stack": {}} if style in ("gptj", "pairs") else {})
     for style in ROPE_STYLES
 ]
-ROPE = Rewrite(
-    "rope", _pattern, _replacement, _example, guard=turns_pairs, attrs=_attrs, cases=_STYLES
-)
+ROPE = Rewrite("rope", _pattern, ops.rope, _example, guard=turns_pairs, attrs=_attrs, cases=_STYLES)
 _OTHER_SIGNS = [
     Case("cat(b, -a)", {"minus": False, "first": False}),
     Case("minus cat(b, -a)", {"minus": True, "first": False}),
@@ -187,7 +181,7 @@ ROPE_COMPLEX = Rewrite(
 ROPE_PARTIAL = Rewrite(
     "rope_partial",
     _partial_pattern,
-    _replacement,
+    ops.rope,
     _partial_example,
     attrs=_attrs,
     cases=[Case(style, {"style": style}, {"rope": {"style": style}}) for style in ROPE_STYLES],
