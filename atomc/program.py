@@ -17,7 +17,14 @@ from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.model_cache import CompiledModel, ModelCache
 from atomc.errors import RunError
 from atomc.files.json_types import JSONLike
-from atomc.ops.inputs import TEXT, ModelInputs, StateInput
+from atomc.ops.inputs import (
+    TEXT,
+    ExpertCounts,
+    LoraWeights,
+    ModelInputs,
+    StateInput,
+    StepInput,
+)
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
@@ -85,18 +92,24 @@ class Program:
         )
         missing = len(number) - len(inputs)
         self._arguments: list[Input | Weight | None] = [*inputs, *[None] * missing]
-        self._step_inputs = [(number[name], given) for name, given in compiled.step_inputs.items()]
-        self._state_inputs = {given: number[name] for name, given in compiled.state_inputs.items()}
-        for given, i in self._state_inputs.items():
-            if given.is_scale:
-                self._arguments[i] = _scale(model, self.specs[given.spec], given.role, device)
+        self._step_inputs: list[tuple[int, StepInput]] = []
+        self._state_inputs: dict[StateInput, int] = {}
         self._expert_counts: dict[str, Tensor] = {}
-        for name, counted in compiled.expert_counts.items():
-            counts = torch.zeros(counted.experts, dtype=torch.int64, device=device)
-            self._arguments[number[name]] = self._expert_counts[counted.module_path] = counts
         self.lora = LoraLayers()
-        for name, layer in compiled.lora_weights.items():
-            self._arguments[number[name]] = self.lora.allocate(layer, device)
+        for name, runtime_input in compiled.runtime_inputs.items():
+            i = number[name]
+            match runtime_input:
+                case StepInput():
+                    self._step_inputs.append((i, runtime_input))
+                case StateInput(spec, role):
+                    self._state_inputs[runtime_input] = i
+                    if runtime_input.is_scale:
+                        self._arguments[i] = _scale(model, self.specs[spec], role, device)
+                case ExpertCounts(module_path=path, experts=count):
+                    counts = torch.zeros(count, dtype=torch.int64, device=device)
+                    self._arguments[i] = self._expert_counts[path] = counts
+                case LoraWeights():
+                    self._arguments[i] = self.lora.allocate(runtime_input, device)
         self._plans: dict[Plan, list[int]] = {}
         self._follow = follow
         self._made = [number[name] for name in compiled.packed]

@@ -62,7 +62,7 @@ def bind_state(gm: GraphModule, context: Context) -> Outcome:
     return Outcome(fired=fired, state=[sites[writer].spec for writer in layers])
 
 
-class _Site(NamedTuple):
+class _StatefulCall(NamedTuple):
     """A call with a state handle. values: its arguments by name, with fake tensors instead of
     nodes.
     """
@@ -78,7 +78,7 @@ class _Site(NamedTuple):
         return _given(self.op, self.node)
 
 
-def _sites(graph: Graph, context: Context) -> list[_Site]:
+def _sites(graph: Graph, context: Context) -> list[_StatefulCall]:
     """The calls with a state handle; calls with the same paging are in one group."""
     found = [
         _site(node, op, context)
@@ -95,7 +95,7 @@ def _sites(graph: Graph, context: Context) -> list[_Site]:
     ]
 
 
-def _site(node: Node, op: Op, context: Context) -> _Site:
+def _site(node: Node, op: Op, context: Context) -> _StatefulCall:
     assert op.state is not None
     values = _mapped(value, _given(op, node))
     codes = context.options.kv_cache_dtype == "fp8" or values[op.state.handle].dtype in FP8
@@ -105,10 +105,10 @@ def _site(node: Node, op: Op, context: Context) -> _Site:
         raise ValueError(
             f"{op.name} in {module_path(node)} ({source_line(node)}): {error}"
         ) from None
-    return _Site(node, op, op.state, values, spec)
+    return _StatefulCall(node, op, op.state, values, spec)
 
 
-def _writers(sites: Sequence[_Site]) -> list[int]:
+def _writers(sites: Sequence[_StatefulCall]) -> list[int]:
     """The index of the site that writes the state of each: its own, or that of an earlier call that
     keeps the same rows.
     """
@@ -116,7 +116,7 @@ def _writers(sites: Sequence[_Site]) -> list[int]:
     return [kept.index(rows) for rows in kept]
 
 
-def _kept(site: _Site) -> object:
+def _kept(site: _StatefulCall) -> object:
     """What the state of a call keeps, and how; equal only to itself if others cannot read it."""
     if site.binding.reads is None:
         return object()
@@ -141,7 +141,7 @@ def _mapped(function: Callable[[Node], Any], given: Mapping[str, Argument]) -> d
     }
 
 
-def _bound(site: _Site, number: int, inputs: "RuntimeInputs", token: Node | None) -> Fired:
+def _bound(site: _StatefulCall, number: int, inputs: "RuntimeInputs", token: Node | None) -> Fired:
     """Replace one call by its form for the runtime. token: of the earlier call that writes its
     state.
     """

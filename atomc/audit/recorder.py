@@ -24,7 +24,7 @@ from atomc.audit.error import worst
 from atomc.audit.evaluate import flatten, placeholders, step_tensors
 from atomc.audit.node_correspondence import NodeCorrespondence
 from atomc.audit.sites import AuditSite, audit_sites, rewrite_order
-from atomc.cache.generated import Function
+from atomc.cache.generated import CompiledFunction
 from atomc.dumps.dump import Dumper
 from atomc.ops.inputs import StepInput
 from atomc.options import Options
@@ -57,7 +57,7 @@ class Recorder:
         if self.correspondence is not None:
             self.correspondence.end()
 
-    def wrap(self, lowered: GraphModule, function: Function) -> Function:
+    def wrap(self, lowered: GraphModule, function: CompiledFunction) -> CompiledFunction:
         """The function, with its first call audited or recorded. lowered: its graph."""
 
         def call(*args: Input) -> Outputs:

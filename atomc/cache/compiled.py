@@ -20,12 +20,16 @@ from atomc.cache.artifact import (
     resolve,
 )
 from atomc.graph.profiler_ranges import profiled
-from atomc.ops.inputs import ExpertCounts, LoraWeights, StateInput, StepInput
+from atomc.ops.inputs import ExpertCounts, GraphInput, LoraWeights, StateInput, StepInput
 from atomc.ops.op import Extra
 from atomc.ops.state import PlainSpec, StateSpec
 from atomc.torch_compat.core import GraphFunction, Input, Outputs
 from atomc.weights.inputs import PreparedInput, WeightInputs
 from atomc.weights.packed import PackedInput
+
+_INPUTS: dict[str, Callable[..., GraphInput]] = {
+    kind.__name__: kind for kind in (StepInput, StateInput, ExpertCounts, LoraWeights)
+}
 
 
 class CompiledData(TypedDict):
@@ -38,10 +42,7 @@ class CompiledData(TypedDict):
     syncing: list[str]
     read: list[str]
     state: list[PlainSpec]
-    step_inputs: dict[str, Fields]
-    state_inputs: dict[str, Fields]
-    expert_counts: dict[str, Fields]
-    lora_weights: dict[str, Fields]
+    runtime_inputs: dict[str, tuple[str, Fields]]
     extras: list[Fields]
     functions: Sequence[FunctionData]
     extras_of: Sequence[tuple[int, int, int]]
@@ -56,10 +57,7 @@ class Compiled:
 
     inputs   the names of all of these except the extras
     packed   name -> the parameters that the caller packs
-    step_inputs   name -> the part of a step that the runtime passes
-    state_inputs  name -> the part of the state that the runtime passes
-    expert_counts name -> the layer whose experts it counts
-    lora_weights  name -> the layers whose adapters it has
+    runtime_inputs  name -> what the runtime passes, or holds for the graph
     syncing  kernels that cannot be captured in a CUDA graph
     read     the inputs that some range reads directly, not only through a prepared weight
     plain    converts it to plain data
@@ -68,10 +66,7 @@ class Compiled:
     call: GraphFunction
     inputs: list[str]
     packed: dict[str, PackedInput]
-    step_inputs: dict[str, StepInput] = field(default_factory=dict)
-    state_inputs: dict[str, StateInput] = field(default_factory=dict)
-    expert_counts: dict[str, ExpertCounts] = field(default_factory=dict)
-    lora_weights: dict[str, LoraWeights] = field(default_factory=dict)
+    runtime_inputs: dict[str, GraphInput] = field(default_factory=dict)
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
     syncing: list[str] = field(default_factory=list)
@@ -123,10 +118,9 @@ def serialize_compiled(
         "syncing": compiled.syncing,
         "read": compiled.read,
         "state": [spec.to_plain() for spec in compiled.state],
-        "step_inputs": {name: asdict(given) for name, given in compiled.step_inputs.items()},
-        "state_inputs": {name: asdict(given) for name, given in compiled.state_inputs.items()},
-        "expert_counts": {name: asdict(given) for name, given in compiled.expert_counts.items()},
-        "lora_weights": {name: asdict(given) for name, given in compiled.lora_weights.items()},
+        "runtime_inputs": {
+            name: (type(x).__name__, asdict(x)) for name, x in compiled.runtime_inputs.items()
+        },
         "extras": [
             {**vars(extra), "function": reference(extra.function)} for extra in compiled.extras
         ],
@@ -150,18 +144,11 @@ def deserialize_compiled(plain: CompiledData) -> Compiled:
         Extra(**{**extra, "function": resolve(extra["function"])}) for extra in plain["extras"]
     ]
     state = [StateSpec.of_plain(spec) for spec in plain["state"]]
-    step_inputs = {name: StepInput(**given) for name, given in plain["step_inputs"].items()}
-    state_inputs = {name: StateInput(**given) for name, given in plain["state_inputs"].items()}
-    expert_counts = {name: ExpertCounts(**given) for name, given in plain["expert_counts"].items()}
-    lora_weights = {name: LoraWeights(**given) for name, given in plain["lora_weights"].items()}
     return Compiled(
         call,
         plain["inputs"],
         {name: PackedInput(*packed) for name, packed in plain["packed"].items()},
-        step_inputs,
-        state_inputs,
-        expert_counts,
-        lora_weights,
+        {name: _INPUTS[kind](**x) for name, (kind, x) in plain["runtime_inputs"].items()},
         state,
         extras,
         plain["syncing"],

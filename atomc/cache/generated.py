@@ -26,7 +26,7 @@ from atomc.torch_compat.inductor import InductorCode, Patches
 
 
 @dataclass(frozen=True)
-class Function:
+class CompiledFunction:
     """A compiled function.
 
     plain  converts it to plain data; raises Uncacheable if that is not possible
@@ -38,16 +38,16 @@ class Function:
     named: Callable[[], GraphFunction]
 
 
-def of_graph(gm: GraphModule) -> Function:
+def of_graph(gm: GraphModule) -> CompiledFunction:
     """The function that FX generates for a graph without submodules."""
     gm.recompile()
     labels = labels_of(gm.graph)
-    return Function(
+    return CompiledFunction(
         gm.forward, lambda: _python(gm, {}, labels), lambda: _with_ranges_of(gm, {}, labels)
     )
 
 
-def of_pieces(whole: GraphModule, pieces: Mapping[str, Function]) -> Function:
+def of_pieces(whole: GraphModule, pieces: Mapping[str, CompiledFunction]) -> CompiledFunction:
     """The function that FX generates for a graph that calls these functions instead of
     submodules.
     """
@@ -57,7 +57,7 @@ def of_pieces(whole: GraphModule, pieces: Mapping[str, Function]) -> Function:
         # nn.Module.__call__.
         del whole._modules[name]
         whole.__dict__[name] = piece.call
-    return Function(
+    return CompiledFunction(
         whole.forward,
         lambda: _python(whole, pieces, labels),
         lambda: _with_ranges_of(whole, pieces, labels),
@@ -75,7 +75,7 @@ def _place(whole: GraphModule, piece: str) -> str:
 
 
 def _with_ranges_of(
-    gm: GraphModule, pieces: Mapping[str, Function], labels: Mapping[str, str]
+    gm: GraphModule, pieces: Mapping[str, CompiledFunction], labels: Mapping[str, str]
 ) -> GraphFunction:
     generated = gm.graph.python_code("self")
     names = {str(node.target).partition(".")[0] for node in gm.graph.find_nodes(op="get_attr")}
@@ -87,7 +87,7 @@ def _with_ranges_of(
 
 def of_inductor(
     call: GraphFunction, code: InductorCode | str, returns_tuple: bool, patches: Patches
-) -> Function:
+) -> CompiledFunction:
     """A function from Inductor. code: its source, or the reason why the source alone is not
     sufficient.
     """
@@ -102,11 +102,11 @@ def of_inductor(
             "patches": dict(patches),
         }
 
-    return Function(call, plain, lambda: call)
+    return CompiledFunction(call, plain, lambda: call)
 
 
 def _python(
-    gm: GraphModule, pieces: Mapping[str, Function], labels: Mapping[str, str]
+    gm: GraphModule, pieces: Mapping[str, CompiledFunction], labels: Mapping[str, str]
 ) -> PythonData:
     generated = gm.graph.python_code("self")
     used = set(_global_names(compile(generated.src, "<atomc cache>", "exec")))

@@ -64,7 +64,7 @@ def localize(gm: GraphModule, example_inputs: Sequence[Input]) -> Localized:
     copy = editable_copy(gm)
     inline(copy)
     if not has_no_autocast(copy):
-        raise _refusal("autocast changes the dtypes of their operations")
+        raise _unsupported("autocast changes the dtypes of their operations")
     conversion = _Conversion(copy, example_inputs)
     conversion.run()
     inputs = [_local_input(example_inputs[i]) for i in conversion.kept]
@@ -78,7 +78,7 @@ def _has_dtensors(gm: GraphModule, inputs: Sequence[Input]) -> bool:
     )
 
 
-def _refusal(why: str) -> NotImplementedError:
+def _unsupported(why: str) -> NotImplementedError:
     return NotImplementedError(
         f"DTensors cannot be compiled here: {why}; load the model whole and call "
         "atomc.parallelize(model, tp=group)"
@@ -174,9 +174,11 @@ class _Conversion:
             value = self.values.get(item) if isinstance(item, Node) else None
             self.outputs.append(value if is_dtensor(value) else None)
             if is_dtensor(value) and holds_mask(value):
-                raise _refusal("the graph returns a look-up that is not summed")
+                raise _unsupported("the graph returns a look-up that is not summed")
             if is_dtensor(value) and any(type(size) is not int for size in value.shape):
-                raise _refusal("the graph returns a DTensor of a dynamic size, not a local tensor")
+                raise _unsupported(
+                    "the graph returns a DTensor of a dynamic size, not a local tensor"
+                )
         made = self.tracer.graph.output(map_arg(node.args[0], self._local_node))
         made.meta = dict(node.meta)
 
@@ -191,7 +193,7 @@ class _Conversion:
                 result = self._operations(node)
         except Exception as error:  # of any operation of DTensor
             [reason, *_] = str(error).splitlines() or [type(error).__name__]
-            raise _refusal(f"{node.target} ({node}): {reason}") from error
+            raise _unsupported(f"{node.target} ({node}): {reason}") from error
         computed = None if is_dtensor(result) else self.tracer.node_of(result)
         if computed is None:
             self.values[node] = result

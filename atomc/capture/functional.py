@@ -37,7 +37,7 @@ from atomc.torch_compat.tracing import (
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedGraph:
     """A functional ATen graph whose placeholder i is input i of Dynamo's graph.
 
     wrap     converts a callable with the signature of `graph` to one with the signature of Dynamo's
@@ -75,7 +75,7 @@ def dynamo_graph(
     return copy
 
 
-def capture(dynamo: GraphModule, example_inputs: Sequence[Input]) -> Captured:
+def capture(dynamo: GraphModule, example_inputs: Sequence[Input]) -> CapturedGraph:
     """The functional graph of a result of `dynamo_graph`, which is modified.
 
     Each region is traced once and then inlined. If that fails, every layer is traced, and a note
@@ -120,7 +120,7 @@ def capture(dynamo: GraphModule, example_inputs: Sequence[Input]) -> Captured:
     return captured
 
 
-def _capture(dynamo: GraphModule, fakes: Sequence[Input]) -> Captured:
+def _capture(dynamo: GraphModule, fakes: Sequence[Input]) -> CapturedGraph:
     if not regions_of(dynamo):
         return _without_regions(dynamo, fakes)
     try:
@@ -132,19 +132,19 @@ def _capture(dynamo: GraphModule, fakes: Sequence[Input]) -> Captured:
         return _without_regions(dynamo, fakes, region_failure_note(error))
 
 
-def _without_regions(dynamo: GraphModule, fakes: Sequence[Input], *notes: str) -> Captured:
+def _without_regions(dynamo: GraphModule, fakes: Sequence[Input], *notes: str) -> CapturedGraph:
     functional = functional_graph(dynamo, fakes)
 
     def wrap(compiled: GraphFunction) -> GraphFunction:
         functional.target.function = compiled
         return compiled if functional.around is None else functional.call
 
-    return Captured(
+    return CapturedGraph(
         functional.graph, wrap, functional.around, written_inputs(functional.graph), notes
     )
 
 
-def _with_regions(gm: GraphModule, fakes: Sequence[Input]) -> Captured:
+def _with_regions(gm: GraphModule, fakes: Sequence[Input]) -> CapturedGraph:
     """Trace a graph with regions, each region once, and inline them. Modifies the graph."""
     mode = fake_mode_of(gm.graph)
     with TracedRegions(gm, lambda body, inputs: traced_region(body, inputs, mode)) as regions:
@@ -154,7 +154,7 @@ def _with_regions(gm: GraphModule, fakes: Sequence[Input]) -> Captured:
         count = regions.inline_calls(functional.graph)
     number = len(regions.bodies)
     note = f"{number} layer{'s' * (number != 1)} traced, {count} inlined"
-    return Captured(
+    return CapturedGraph(
         functional.graph, lambda compiled: compiled, None, written_inputs(functional.graph), (note,)
     )
 

@@ -72,7 +72,7 @@ def region(gm: GraphModule, name: str) -> GraphModule:
     return found
 
 
-class Call(NamedTuple):
+class RegionCall(NamedTuple):
     """A call of a region. results: (getitem node, number of the output) for each output that is
     read. stack: see `stack_of`.
     """
@@ -89,7 +89,7 @@ class ConsecutiveCalls:
     other nodes read.
     """
 
-    calls: list[Call]
+    calls: list[RegionCall]
     operands: list[Node]
     outputs: list[Node]
 
@@ -241,7 +241,7 @@ def _call_runs(graph: Graph) -> Iterator[list[Node]]:
 
 def _consecutive_calls(calls: list[Node], withheld: set[Node]) -> ConsecutiveCalls:
     named = [
-        Call(
+        RegionCall(
             str(_source(call).target),
             call.args[2:],
             [(reader, _output_index(reader)) for reader in call.users],
@@ -365,7 +365,7 @@ def _check_region(body: GraphModule, num_inputs: int, num_outputs: int) -> None:
         raise CannotInline("a region returns a value that is not a tensor")
 
 
-def _check_operands(body: GraphModule, operands: Sequence[Argument], call: Call) -> None:
+def _check_operands(body: GraphModule, operands: Sequence[Argument], call: RegionCall) -> None:
     for placeholder, operand in zip(body.graph.find_nodes(op="placeholder"), operands, strict=True):
         if isinstance(_value(placeholder), Tensor) and not _same_layout(
             _tensor(placeholder), _tensor(operand)

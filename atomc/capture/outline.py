@@ -28,7 +28,7 @@ MIN_NODES = 8
 
 
 @dataclass
-class Layer:
+class RepeatedLayer:
     """The consecutive nodes of one layer.
 
     stack    its nn_module_stack, the layer innermost
@@ -49,7 +49,7 @@ def outline(gm: GraphModule) -> int:
     """
     if any(_may_write(node) for node in gm.graph.nodes):  # another layer may read what was written
         return 0
-    kinds: dict[Hashable, list[Layer]] = {}
+    kinds: dict[Hashable, list[RepeatedLayer]] = {}
     sizes = _sizes(gm.graph)
     for layer in _layers(gm.graph):
         _find_inputs_and_outputs(layer, sizes)
@@ -70,18 +70,18 @@ def outline(gm: GraphModule) -> int:
     return len(identical)
 
 
-def _layers(graph: Graph) -> list[Layer]:
+def _layers(graph: Graph) -> list[RepeatedLayer]:
     """Consecutive nodes of each outermost numbered module, without modules that are entered
     twice.
     """
-    runs: list[Layer] = []
+    runs: list[RepeatedLayer] = []
     paths: list[str] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         path, stack = _numbered_module(node)
         if not runs or path != paths[-1]:
-            runs.append(Layer(stack, []))
+            runs.append(RepeatedLayer(stack, []))
             paths.append(path)
         runs[-1].nodes.append(node)
     times = Counter(paths)
@@ -98,7 +98,7 @@ def _numbered_module(node: Node) -> tuple[str, Stack]:
     return "", {}
 
 
-def _find_inputs_and_outputs(layer: Layer, sizes: dict[sympy.Symbol, Node]) -> None:
+def _find_inputs_and_outputs(layer: RepeatedLayer, sizes: dict[sympy.Symbol, Node]) -> None:
     inside = set(layer.nodes)
     inputs = dict.fromkeys(
         x for node in layer.nodes for x in node.all_input_nodes if x not in inside
@@ -125,7 +125,7 @@ def _symbols(value: Value) -> Iterator[sympy.Symbol]:
                 yield from size.node.expr.free_symbols
 
 
-def _structural_hash(layer: Layer) -> Hashable:
+def _structural_hash(layer: RepeatedLayer) -> Hashable:
     """A key that is equal for layers with the same computation and the same kinds of inputs."""
     numbers = {node: i for i, node in enumerate([*layer.inputs, *layer.nodes])}
     return (
@@ -138,7 +138,7 @@ def _structural_hash(layer: Layer) -> Hashable:
     )
 
 
-def _body(layer: Layer) -> Graph:
+def _body(layer: RepeatedLayer) -> Graph:
     graph = Graph()
     copies: dict[Node, Node] = {}
     for i, node in enumerate(layer.inputs):
@@ -150,7 +150,7 @@ def _body(layer: Layer) -> Graph:
     return graph
 
 
-def _call(graph: Graph, name: str, layer: Layer, renamed: dict[Node, Node]) -> None:
+def _call(graph: Graph, name: str, layer: RepeatedLayer, renamed: dict[Node, Node]) -> None:
     """Replace a layer's nodes by a call. renamed: outputs of replaced layers -> their new nodes."""
     inside = set(layer.nodes)
     operands = [renamed.get(node, node) for node in layer.inputs]

@@ -2,28 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from atomc.cache.compiled import Compiled, combine_ranges, serialize_compiled
-from atomc.cache.generated import Function
+from atomc.cache.generated import CompiledFunction
 from atomc.compiler import ranges
 from atomc.compiler.lower_ranges import Lowered
 from atomc.graph.node_record import record_of
 from atomc.graph.profiler_ranges import profiled
-from atomc.ops.inputs import ExpertCounts, LoraWeights, StateInput, StepInput
 from atomc.ops.op import Extra
 from atomc.ops.state import StateSpec
-
-T = TypeVar("T")
 
 
 def assemble(
     gm: GraphModule,
     lowered: Sequence[Lowered],
-    functions: Sequence[Function],
+    functions: Sequence[CompiledFunction],
     state: Sequence[StateSpec],
 ) -> Compiled:
     """One callable of the functions for each range, which can be converted to plain data."""
@@ -41,10 +37,7 @@ def assemble(
         call,
         inputs=[node.name for node in inputs],
         packed={node.name: packed for node in inputs if (packed := record_of(node).packed)},
-        step_inputs=_of_type(StepInput, inputs),
-        state_inputs=_of_type(StateInput, inputs),
-        expert_counts=_of_type(ExpertCounts, inputs),
-        lora_weights=_of_type(LoraWeights, inputs),
+        runtime_inputs={node.name: x for node in inputs if (x := record_of(node).input)},
         state=list(state),
         extras=extras,
         syncing=[kernel for one in lowered for kernel in one.syncing],
@@ -70,11 +63,6 @@ def _number_extras(
         extras_of.append((num_inputs, len(extras), len(one.extras)))
         extras += one.extras
     return extras, extras_of
-
-
-def _of_type(kind: type[T], inputs: Sequence[Node]) -> dict[str, T]:
-    """The inputs that the runtime passes as this kind, by name."""
-    return {node.name: given for node in inputs if isinstance(given := record_of(node).input, kind)}
 
 
 def _device(gm: GraphModule) -> str | None:

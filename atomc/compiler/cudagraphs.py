@@ -30,7 +30,7 @@ GraphRecord = dict[str, int | list[list[int]]]
 
 
 @dataclass
-class Captured(Generic[T]):
+class CapturedCall(Generic[T]):
     """One captured call.
 
     output  what each replay overwrites
@@ -59,7 +59,7 @@ class Pool:
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.num_graphs = self.bytes = 0
 
-    def capture(self, call: Callable[[], T], *, warm_up: bool = True) -> Captured[T]:
+    def capture(self, call: Callable[[], T], *, warm_up: bool = True) -> CapturedCall[T]:
         """Capture `call`, whose inputs must keep their addresses. Raises its first error if it
         cannot be captured.
 
@@ -91,7 +91,7 @@ class Pool:
         size = max(0, torch.cuda.memory_reserved(self.device) - before)
         self.num_graphs += 1
         self.bytes += size
-        return Captured(graph, output, size)
+        return CapturedCall(graph, output, size)
 
 
 class Graphed:
@@ -118,7 +118,7 @@ class Graphed:
         self.pool: Pool | None = None
         self.static: list[int] | None = None  # set by the first call
         self.copied: list[int] = []
-        self.captured: dict[Hashable, _Entry | None] = {}
+        self.captured: dict[Hashable, _GraphEntry | None] = {}
 
     def __call__(self, *args: Input) -> Outputs:
         if self.static is None:
@@ -141,7 +141,7 @@ class Graphed:
         self.static = [i for i, fixed in enumerate(static) if fixed]
         self.copied = [i for i, fixed in enumerate(static) if not fixed]
 
-    def _new_entry(self, key: Hashable, args: Sequence[Input]) -> "_Entry | None":
+    def _new_entry(self, key: Hashable, args: Sequence[Input]) -> "_GraphEntry | None":
         """A graph for inputs of these shapes and addresses, for which there is none; None if they
         cannot be captured.
         """
@@ -150,14 +150,14 @@ class Graphed:
             self.captured[key] = self._capture(args)
         return self.captured[key]
 
-    def _fits(self, entry: "_Entry | None", args: Sequence[Input]) -> bool:
+    def _fits(self, entry: "_GraphEntry | None", args: Sequence[Input]) -> bool:
         return entry is None or entry.pointers == self._pointers(args)
 
     def _pointers(self, args: Sequence[Input]) -> list[int]:
         inputs = [args[i] for i in self.static or ()]
         return [x.data_ptr() for x in inputs if isinstance(x, Tensor)]
 
-    def _capture(self, args: Sequence[Input]) -> "_Entry | None":
+    def _capture(self, args: Sequence[Input]) -> "_GraphEntry | None":
         reason = self._refused(args)
         if reason is None:
             written = [x for i in self.written if isinstance(x := args[i], Tensor)]
@@ -179,7 +179,7 @@ class Graphed:
             return f"there are {MOST_GRAPHS} already"
         return None
 
-    def _recorded(self, args: Sequence[Input]) -> "_Entry":
+    def _recorded(self, args: Sequence[Input]) -> "_GraphEntry":
         copied = [(StaticBuffer(x), i) for i in self.copied if isinstance(x := args[i], Tensor)]
         static = list(args)
         for buffer, i in copied:
@@ -188,7 +188,7 @@ class Graphed:
         captured = self.pool.capture(lambda: self.call(*static))
         shapes = [list(buffer.tensor.shape) for buffer, _ in copied]
         self.graphs.append({"inputs": shapes, "bytes": captured.bytes})
-        return _Entry(captured, copied, self._pointers(args))
+        return _GraphEntry(captured, copied, self._pointers(args))
 
 
 def why_syncing(kernels: Sequence[str]) -> str:
@@ -212,15 +212,15 @@ def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 @dataclass
-class _Entry:
+class _GraphEntry:
     """A captured call, its (buffer, input number) pairs, and the addresses of the static inputs."""
 
-    graph: Captured[Outputs]
+    graph: CapturedCall[Outputs]
     copied: list[tuple[StaticBuffer, int]]
     pointers: list[int]
 
 
-def _replayed(entry: _Entry, args: Sequence[Input]) -> Outputs:
+def _replayed(entry: _GraphEntry, args: Sequence[Input]) -> Outputs:
     """The results for these inputs, by the graph."""
     for buffer, i in entry.copied:
         x = args[i]

@@ -15,10 +15,10 @@ from torch.fx import GraphModule
 from atomc import passes
 from atomc.audit.recorder import Recorder
 from atomc.cache.compiled import Compiled
-from atomc.cache.generated import Function, of_graph
+from atomc.cache.generated import CompiledFunction, of_graph
 from atomc.cache.graph_cache import GraphCache
 from atomc.cache.store import ProgramData
-from atomc.capture.functional import Captured, capture, dynamo_graph
+from atomc.capture.functional import CapturedGraph, capture, dynamo_graph
 from atomc.capture.variable_floats import show_as_numbers, show_as_tensors
 from atomc.compiler import pipeline
 from atomc.compiler.assemble import assemble
@@ -84,7 +84,7 @@ def compile_graph(
     context: Context,
     report: Report,
     floats: dict[int, float],
-) -> tuple[Captured, Compiled]:
+) -> tuple[CapturedGraph, Compiled]:
     """Run all stages on a graph of Dynamo. Without `context.build`, the result calls the graph as
     captured.
     """
@@ -143,7 +143,7 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
     return assemble(gm, lowered, functions, state)
 
 
-def _glue(gm: GraphModule, glue: str, options: Options, report: Report) -> Function:
+def _glue(gm: GraphModule, glue: str, options: Options, report: Report) -> CompiledFunction:
     """A function that calls the kernels of a lowered graph and runs the ops between them."""
     if glue == "eager":
         return of_graph(gm)

@@ -4,8 +4,8 @@ compiles it.
 
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from torch.fx import GraphModule
 
@@ -15,8 +15,9 @@ from atomc.capture.subclasses import subclass_reason
 from atomc.graph.provenance import clean_path, use_tree_names
 from atomc.options import Options
 from atomc.report.records import GraphBreak
-from atomc.report.report import Report
+from atomc.report.report import Report, forget
 from atomc.tested_versions import warn_of_untested
+from atomc.torch_compat.core import Outputs
 from atomc.torch_compat.module_tree import module_names
 from atomc.torch_compat.tracing import (
     break_reason,
@@ -28,6 +29,7 @@ from atomc.torch_compat.tracing import (
 )
 
 log = logging.getLogger("atomc")
+T = TypeVar("T")
 _LOOP_OVER_EXPERTS = (
     "a loop over the experts that tokens chose depends on data, and each of its parts is compiled "
     'alone; call model.set_experts_implementation("grouped_mm") before torch.compile'
@@ -54,6 +56,23 @@ def new_report(gm: GraphModule) -> Report:
         report.graph_break = GraphBreak(source, code.strip(), "\n".join([summary, *rest]))
     report.recompile = recompile_reason()
     return report
+
+
+def trace_reported(model: Callable[..., Outputs], run: Callable[[], T], reports: list[Report]) -> T:
+    """Call `run`, which traces the model and fills `reports`, with repeated layers of the model as
+    regions. If it fails for them, it starts again without, and the first report has the reason.
+    """
+    notes: list[str] = []
+
+    def undo(why: Exception) -> None:
+        notes.append(regions.region_failure_note(why))
+        while reports:
+            forget(reports.pop())
+
+    traced = regions.trace_once(model, run, undo)
+    for report in reports[:1]:
+        report.notes += notes
+    return traced
 
 
 def model_name(gm: GraphModule) -> str:

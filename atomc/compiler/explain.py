@@ -11,12 +11,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
 
 from atomc.capture.dtensors import localize
-from atomc.capture.regions import region_failure_note, trace_once
 from atomc.capture.subclasses import subclass_reason
 from atomc.capture.variable_floats import constant_floats
 from atomc.compiler.callable_of import runnable
 from atomc.compiler.driver import compile_graph
-from atomc.compiler.entry import new_report, skip_reason
+from atomc.compiler.entry import new_report, skip_reason, trace_reported
 from atomc.errors import OURS
 from atomc.files.json_types import JSONLike
 from atomc.graph.expressions import Size, expression
@@ -86,20 +85,12 @@ def explain(
         with isolated_dynamo_state():
             torch.compile(with_fresh_code(call), backend=backend, dynamic=dynamic)(*args, **kwargs)
 
-    notes: list[str] = []
-
-    def undo(why: Exception) -> None:
-        notes.append(region_failure_note(why))
-        while made:
-            forget(made.pop())
-
     with torch.no_grad():
-        trace_once(model, dynamo, undo)
+        trace_reported(model, dynamo, made)
     if not made:
         raise NothingToExplain(
             "explain: Dynamo found no graph in this call; is there a tensor operation in it?"
         )
-    made[0].notes += notes
     for report in made:
         publish(report, chosen)
     return max(made, key=lambda report: len(report.sites))

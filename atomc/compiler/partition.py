@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
-from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
+from atomc.cache.generated import CompiledFunction, of_graph, of_inductor, of_pieces
 from atomc.capture.structural_hash import structural_key
 from atomc.compiler.bind_sizes import bind_sizes, copy_numbers
 from atomc.files.json_types import JSONLike
@@ -45,7 +45,7 @@ def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
     return "inductor", "option glue is auto"
 
 
-def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Function, str]:
+def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[CompiledFunction, str]:
     """Cut the graph at its kernels and compile the pieces between, equal pieces once. Returns the
     function and a text with the number of pieces. Call sink_pointwise before.
 
@@ -60,8 +60,8 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Func
     number = _piece_numbers(gm)
     copy_numbers(gm.graph, number)
     whole = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
-    compiled: dict[Hashable, Function] = {}
-    functions: dict[str, Function] = {}
+    compiled: dict[Hashable, CompiledFunction] = {}
+    functions: dict[str, CompiledFunction] = {}
     count = 0
     for name, piece in list(whole.named_children()):
         if not isinstance(piece, GraphModule):
@@ -87,7 +87,7 @@ def _by_inductor(
     examples: Sequence[Input],
     mode: FakeTensorMode | None,
     patches: Mapping[str, JSONLike],
-) -> Function:
+) -> CompiledFunction:
     returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)
     with tracing_context(mode):
         call, code = inductor_code(gm, examples, patches)

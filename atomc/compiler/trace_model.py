@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from atomc.cache.model_cache import CompiledModel
-from atomc.capture.regions import region_failure_note, trace_once
 from atomc.capture.subclasses import check_weights
 from atomc.compiler.driver import build
-from atomc.compiler.entry import new_report
+from atomc.compiler.entry import new_report, trace_reported
 from atomc.compiler.pipeline import PassError
 from atomc.errors import OURS
 from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report.report import Report, forget, keep
+from atomc.report.report import Report, keep
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
 from atomc.torch_compat.core import GraphFunction, Input, Outputs
@@ -135,7 +134,6 @@ def trace(
     for tensor, dim in zip(example, dims or [0] * len(example), strict=True):
         mark_unbacked(tensor, dim)
     reports: list[Report] = []  # of this trace, and of an earlier one that failed
-    notes: list[str] = []
 
     def backend(gm: GraphModule, inputs: Sequence[Input]) -> GraphFunction:
         reports.append(keep(new_report(gm)))
@@ -143,21 +141,15 @@ def trace(
             traced = _compiled(gm, replace(context, inputs=inputs), reports[-1])
         raise _TraceFinished(traced)
 
-    def undo(why: Exception) -> None:
-        notes.append(region_failure_note(why))
-        while reports:
-            forget(reports.pop())
-
     with torch.no_grad():
         start = time.perf_counter()
         try:
-            made = trace_once(model, lambda: _run_dynamo(call, example, backend), undo)
+            made = trace_reported(model, lambda: _run_dynamo(call, example, backend), reports)
         except OURS:
             raise
         except TracingError as error:
             raise serving_error(model, error) from (error if context.options.strict else None)
         total = time.perf_counter() - start
-    made.report.notes += notes
     made.report.phases["dynamo"] = max(0.0, total - sum(made.report.phases.values()))
     return made
 

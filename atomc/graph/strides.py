@@ -17,7 +17,7 @@ from atomc.torch_compat.tracing import fake_mode_of, without_new_guards
 aten = torch.ops.aten
 
 
-Call = tuple[OpOverload, tuple[Argument, ...], dict[str, Argument]]
+_NewCall = tuple[OpOverload, tuple[Argument, ...], dict[str, Argument]]
 
 
 class Values:
@@ -81,14 +81,14 @@ def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> 
         reader.replace_input_with(node, last)
 
 
-def _copy_with_strides_of(example: Tensor) -> list[Call]:
+def _copy_with_strides_of(example: Tensor) -> list[_NewCall]:
     """The calls that make a dense copy with dimensions in the order of the example's strides."""
     dims = list(range(example.dim()))
     strides = [expression(stride) for stride in example.stride()]
     order = sorted(
         dims, key=lambda dim: -strides[dim].subs(dict.fromkeys(strides[dim].free_symbols, 8))
     )
-    clone: Call = (aten.clone.default, (), {"memory_format": torch.contiguous_format})
+    clone: _NewCall = (aten.clone.default, (), {"memory_format": torch.contiguous_format})
     if order == dims:
         return [clone]
     back = [order.index(dim) for dim in dims]

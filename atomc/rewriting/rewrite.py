@@ -22,7 +22,7 @@ from atomc.graph.strides import Values, same_strides, spread_strides
 from atomc.ops.op import Op
 from atomc.rewriting.example import ExampleValue, OneOf
 from atomc.rewriting.matching.near_miss import NearMiss, near_misses
-from atomc.rewriting.matching.pattern import Difference, Index, Pattern, Site
+from atomc.rewriting.matching.pattern import Difference, Index, MatchSite, Pattern
 from atomc.rewriting.matching.search import matches
 from atomc.torch_compat.core import outside_of_tracing
 
@@ -214,7 +214,7 @@ def apply(
     pattern = rewrite.traced(case)
     if any(not index[call(p).op] for p in pattern.nodes if call(p).op not in ("cast", "slice")):
         return [], []
-    sites: list[Site] = []
+    sites: list[MatchSite] = []
     refused: list[NearMiss] = []
     claimed: set[Node] = set()
     for site, differences in matches(pattern, index):
@@ -248,7 +248,7 @@ def apply(
 
 
 def _objections(
-    rewrite: Rewrite, site: Site, claimed: set[Node], off_here: OffHere | None
+    rewrite: Rewrite, site: MatchSite, claimed: set[Node], off_here: OffHere | None
 ) -> list[Difference]:
     """Why a match is not replaced: an earlier site overlaps, the guard, or an option."""
     first = site.outputs()[0]
@@ -287,7 +287,7 @@ def misses(
     return near_misses(patterns, index, causes)
 
 
-def _values(site: Site) -> dict[str, Attr]:
+def _values(site: MatchSite) -> dict[str, Attr]:
     """The arguments at a site: fake tensors and attributes."""
     return {
         name: value(given) if isinstance(given, Node) else given
@@ -298,7 +298,7 @@ def _values(site: Site) -> dict[str, Attr]:
 def _replace(
     graph: Graph,
     rewrite: Rewrite,
-    site: Site,
+    site: MatchSite,
     renamed: dict[Node, Node],
     moved: list[tuple[Node, Tensor]],
 ) -> Fired:
@@ -339,7 +339,7 @@ def _renamed(bound: Node, renamed: Mapping[Node, Node]) -> Node:
     return bound
 
 
-def _results(graph: Graph, rewrite: Rewrite, site: Site) -> list[Node]:
+def _results(graph: Graph, rewrite: Rewrite, site: MatchSite) -> list[Node]:
     """Call the replacement; one node per output."""
     tracer = GraphAppendingTracer(graph)
     arguments = {
@@ -360,7 +360,7 @@ def _results(graph: Graph, rewrite: Rewrite, site: Site) -> list[Node]:
     return [graph.call_function(operator.getitem, (whole, i)) for i in range(count)]
 
 
-def _as_seen(graph: Graph, site: Site, new: Node, output: Node, meta: Provenance) -> Node:
+def _as_seen(graph: Graph, site: MatchSite, new: Node, output: Node, meta: Provenance) -> Node:
     """The result in the shape of the replaced output, from which it differs by a skipped view."""
     view = next(node for node in site.skipped if call(node).op == "view")
     assert callable(view.target)

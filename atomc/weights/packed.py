@@ -49,7 +49,7 @@ def pack(parameters: Sequence[nn.Parameter], zero_rows: int = 0) -> Tensor | str
             if packed.shape[0] != _num_rows(parameters) + zero_rows:
                 return "another graph reads them with another number of zeros behind them"
             return packed
-        return refusal(parameters) or _move_into_one_tensor(parameters, zero_rows)
+        return packing_problem(parameters) or _move_into_one_tensor(parameters, zero_rows)
 
 
 def packed_together(parameter: nn.Parameter) -> list[nn.Parameter]:
@@ -59,7 +59,7 @@ def packed_together(parameter: nn.Parameter) -> list[nn.Parameter]:
         return packed.parameters() if packed is not None else []
 
 
-def refusal(parameters: Sequence[nn.Parameter]) -> str | None:
+def packing_problem(parameters: Sequence[nn.Parameter]) -> str | None:
     """Why these cannot be packed, or None."""
     return mismatch(parameters) or packed_with_others(parameters)
 

@@ -23,7 +23,7 @@ from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
 
 
-class _Captured(TypedDict, total=False):
+class _CodeAttributes(TypedDict, total=False):
     """Attributes of the quantizer: dtype in fp8, rounding in MXFP4."""
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ def _pattern(
     style: str,
     scheme: str,
     out: torch.dtype,
-    **captured: Unpack[_Captured],
+    **captured: Unpack[_CodeAttributes],
 ) -> tuple[Tensor, Tensor]:
     if scheme == "fp8":
         codes, scales = ops.quant_fp8_group(q_nope, 128, False, dtype=captured["dtype"])
@@ -71,7 +71,7 @@ def _replacement(
     style: str,
     scheme: str,
     out: torch.dtype,
-    **captured: Unpack[_Captured],
+    **captured: Unpack[_CodeAttributes],
 ) -> tuple[Tensor, Tensor]:
     return ops.bmm_rope_kv_write(
         q_nope,

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import Argument
 
 from atomc.graph.canonical import call, value
+from atomc.graph.edit import infer
 from atomc.graph.sizes import known_equal
 from atomc.passes.fuse.quantizers import QUANTIZERS
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.rewrite import Fired
-from atomc.torch_compat.tracing import fake_mode_of
 
 _OPS = {f"atom::{quantizer.op.name}" for quantizer in QUANTIZERS}
 _view = torch.ops.aten.view.default
@@ -56,11 +56,11 @@ def _move(node: Node) -> None:
     sizes = view.args[1]
     assert isinstance(sizes, list | tuple)
     node.replace_input_with(view, x)
-    _infer(node)
+    infer(node)
     parts = [user for user in node.users if user.target is operator.getitem]
     for part in reversed(parts):  # directly behind the call, before all views
         node.append(part)
-        _infer(part)
+        infer(part)
     last = parts[-1] if parts else node
     for result in parts or [node]:
         last = _insert_view(last, result, [*sizes[:-1], value(result).shape[-1]])
@@ -71,16 +71,7 @@ def _insert_view(behind: Node, result: Node, sizes: list[Argument]) -> Node:
     with result.graph.inserting_after(behind):
         view = result.graph.call_function(_view, (result, sizes))
     view.meta = {key: x for key, x in result.meta.items() if key != "val"}
-    _infer(view)
+    infer(view)
     for reader in readers:
         reader.replace_input_with(result, view)
     return view
-
-
-def _infer(node: Node) -> None:
-    """Compute a node's fake value from those of its inputs."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    mode = fake_mode_of(node.graph)
-    assert mode is not None and callable(node.target)
-    with mode, torch.no_grad():
-        node.meta["val"] = node.target(*args, **kwargs)

@@ -37,7 +37,7 @@ transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
 TRANSFORMERS = "transformers.integrations.moe"
 
 
-class Gate(NamedTuple):
+class GateForm(NamedTuple):
     """How the first product [.., 2I] becomes the input of the second; see `gated` of the op.
 
     limited  gate and up are clamped
@@ -55,7 +55,7 @@ class Gate(NamedTuple):
         return {**_ACTIVATIONS[self.activation], **parts, **clamps}
 
 
-class Layout(NamedTuple):
+class WeightLayout(NamedTuple):
     """How experts store their weights: with inputs as rows, and with biases or not."""
 
     transposed: bool
@@ -69,7 +69,7 @@ _ACTIVATIONS: dict[str, Needs] = {
     "swiglu_oai": {"aten::sigmoid": {}},
 }
 _GATES = [
-    Gate(activation, interleaved, limited)
+    GateForm(activation, interleaved, limited)
     for limited, activation, interleaved in product((True, False), _ACTIVATIONS, (False, True))
 ]
 
@@ -198,7 +198,7 @@ def _attrs(ids: Tensor, w13: Tensor, activation: str, **_: object) -> dict[str, 
 
 
 def _example(
-    forward: Forward, gate: Gate, layout: Layout, tokens: int, experts: int, device: str
+    forward: Forward, gate: GateForm, layout: WeightLayout, tokens: int, experts: int, device: str
 ) -> Example:
     # A pattern of transformers is traced for one number of experts; no other size is equal to it.
     k, width, inner = (3, 40, 56) if experts not in (3, 40, 56, 112, tokens) else (11, 72, 88)
@@ -225,11 +225,11 @@ def _example(
 
 
 # Function of transformers, or "" for experts that are written out; layout, tokens, experts, device.
-_Key = tuple[str, Layout, int, int, str]
+_Key = tuple[str, WeightLayout, int, int, str]
 
 
 @cache
-def _case(key: _Key, gate: Gate) -> Case:
+def _case(key: _Key, gate: GateForm) -> Case:
     forward, layout, tokens, experts, device = key
     of_transformers = partial(_of_transformers, forward, experts, layout.transposed)
     given: Example = {
@@ -257,7 +257,7 @@ def _cases(index: Index) -> Sequence[Case]:
 def _grouped(index: Index) -> Iterator[_Key]:
     """grouped_mm of transformers, whose pattern has the number of experts."""
     layouts = {
-        Layout(call(call(node).operands[1]).op != "permute", _is_biased(node))
+        WeightLayout(call(call(node).operands[1]).op != "permute", _is_biased(node))
         for node in index["_grouped_mm"]
     }
     counted = {(call(node).attrs["bins"], value(node).device.type) for node in index["histc"]}
@@ -269,7 +269,7 @@ def _grouped(index: Index) -> Iterator[_Key]:
 def _batched(index: Index) -> Iterator[_Key]:
     """batched_mm of transformers."""
     layouts = {
-        Layout(call(call(node).operands[1]).op == "index", any(map(_is_biased, node.users)))
+        WeightLayout(call(call(node).operands[1]).op == "index", any(map(_is_biased, node.users)))
         for node in index["bmm"]
         if any(call(each).op == "index" for each in call(node).operands)
     }
@@ -290,7 +290,7 @@ def _gathered(index: Index) -> Iterator[_Key]:
     weights = [node for node in index["index"] if value(node).dim() == 4]
     biased = any(value(node).dim() == 3 and _is_biased(node) for node in index["index"])
     for tokens in sorted({1 if known_equal(value(node).shape[0], 1) else 5 for node in weights}):
-        yield "", Layout(False, biased), tokens, 13, "cpu"
+        yield "", WeightLayout(False, biased), tokens, 13, "cpu"
 
 
 def _is_biased(node: Node) -> bool:

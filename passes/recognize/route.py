@@ -32,7 +32,7 @@ _STEPS = ("_softmax", "div", "mul", "cast")
 _GROUP_SCORES = {"max": "max", "topk": "top2"}
 
 
-class Router(NamedTuple):
+class RouterForm(NamedTuple):
     """What a router does; see the op.
 
     biased    a bias takes part in the choice
@@ -51,7 +51,7 @@ class Router(NamedTuple):
     dtype: torch.dtype
 
 
-def _scores(logits: Tensor, router: Router) -> Tensor:
+def _scores(logits: Tensor, router: RouterForm) -> Tensor:
     if router.dtype != torch.float32:  # a softmax over the chosen ones, in 16 bits
         return logits
     logits = logits.to(torch.float32)
@@ -62,7 +62,7 @@ def _scores(logits: Tensor, router: Router) -> Tensor:
     return F.softplus(logits).sqrt() if router.score == "sqrt_softplus" else logits
 
 
-def _in_best_groups(choice: Tensor, router: Router) -> Tensor:
+def _in_best_groups(choice: Tensor, router: RouterForm) -> Tensor:
     experts = choice.shape[-1]
     grouped = choice.view(-1, router.groups, experts // router.groups)
     if router.group_score == "top2":
@@ -80,7 +80,7 @@ def _in_best_groups(choice: Tensor, router: Router) -> Tensor:
 def _pattern(
     logits: Tensor,
     bias: Tensor | None,
-    router: Router,
+    router: RouterForm,
     k: int,
     in_order: bool,
     eps: float = 0.0,
@@ -114,7 +114,7 @@ def _pattern(
 def _replacement(
     logits: Tensor,
     bias: Tensor | None,
-    router: Router,
+    router: RouterForm,
     k: int,
     in_order: bool,
     eps: float = 0.0,
@@ -139,7 +139,7 @@ def _replacement(
     return made[0], to_copy(made[1], dtype=torch.int64)
 
 
-def _example(router: Router) -> Example:
+def _example(router: RouterForm) -> Example:
     experts = 7 * (router.groups if router.groups > 1 else 3)
     logits = _FLOATS if router.dtype == torch.float32 else (router.dtype,)
     given: Example = {
@@ -159,13 +159,13 @@ def _example(router: Router) -> Example:
     return {**given, **captured}
 
 
-def _attrs(logits: Tensor, router: Router, **_: object) -> dict[str, str | int]:
+def _attrs(logits: Tensor, router: RouterForm, **_: object) -> dict[str, str | int]:
     groups = {"groups": router.groups} if router.groups > 1 else {}
     return {"score": router.score, "experts": logits.shape[-1], **groups}
 
 
 @cache
-def _case(router: Router) -> Case:
+def _case(router: RouterForm) -> Case:
     return Case(router.score, {"router": router})
 
 
@@ -180,7 +180,7 @@ def _cases(index: Index) -> Sequence[Case]:
     ]
 
 
-def _router(topk: Node) -> Router | None:
+def _router(topk: Node) -> RouterForm | None:
     """The router that chooses with this topk, as far as it looks like one."""
     [choice] = call(topk).operands
     values, ids = (_part(topk, i) for i in (0, 1))
@@ -198,7 +198,7 @@ def _router(topk: Node) -> Router | None:
             return None
         if dtype != torch.float32:
             weighed = weighed[:1]  # the op rounds to 16 bits only once
-    return Router(
+    return RouterForm(
         score,
         biased,
         groups,

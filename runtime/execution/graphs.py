@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from atomc.compiler.cudagraphs import Captured, Pool
+from atomc.compiler.cudagraphs import CapturedCall, Pool
 from atomc.report.report import Report
 from atomc.runtime.execution.input_batch import StepShape
 
@@ -116,7 +116,7 @@ class StepGraphs:
         kernels_loaded: bool = False,
         progress: bool = True,
     ):
-        self.captured: dict[StepShape, Captured[Tensor]] = {}
+        self.captured: dict[StepShape, CapturedCall[Tensor]] = {}
         left_out: list[StepShape] = []
         for shape in tqdm(
             shapes, desc="capturing", unit="graph", disable=None if progress else True

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import atomc
 from atomc import ops
 from atomc.compiler import cudagraphs
-from atomc.compiler.cudagraphs import Captured, Pool
+from atomc.compiler.cudagraphs import CapturedCall, Pool
 from atomc.compiler.static_buffer import StaticBuffer
 from atomc.kernels import load
 from atomc.kernels.triton.attention.attention_tiles import tiling
@@ -90,7 +90,7 @@ class PoolOfTwo:
     def capture(self, call, *, warm_up):
         if len(self.found) == 2:
             raise MemoryError
-        captured = Captured(None, torch.empty(1), 8)
+        captured = CapturedCall(None, torch.empty(1), 8)
         self.found.add(captured.output)
         return captured
 

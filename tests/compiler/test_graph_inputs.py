@@ -178,8 +178,7 @@ def rewrite(path):
     """Make it an entry of the time when names of inputs were parsed."""
     parts, _, data = path.read_bytes().partition(b"\n")[2].partition(b"\n")
     entry = torch.load(io.BytesIO(data), weights_only=True)
-    for name in ("step_inputs", "state_inputs"):
-        del entry["compiled"][name]
+    del entry["compiled"]["runtime_inputs"]
     if "places" in entry:
         entry["places"] = [
             ("L['input_ids']", None) if place is None else (None, place)

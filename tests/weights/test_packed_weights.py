@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import atomc
 from atomc.program import compile_model
-from atomc.weights.packed import pack, packed_together, refusal
+from atomc.weights.packed import pack, packed_together, packing_problem
 
 
 @pytest.fixture
@@ -332,17 +332,21 @@ def test_what_does_not_fit_together_is_refused_with_a_reason() -> None:
         return nn.Parameter(torch.zeros(*shape, **kwargs))
 
     a, b, c = parameter(4, 8), parameter(4, 8), parameter(4, 8)
-    assert refusal([a, parameter(4, 6)]) == "float32[4, 8] on cpu and float32[4, 6] on cpu differ"
     assert (
-        refusal([a, parameter(4, 8, dtype=torch.bfloat16)])
+        packing_problem([a, parameter(4, 6)])
+        == "float32[4, 8] on cpu and float32[4, 6] on cpu differ"
+    )
+    assert (
+        packing_problem([a, parameter(4, 8, dtype=torch.bfloat16)])
         == "float32[4, 8] on cpu and bfloat16[4, 8] on cpu differ"
     )
     assert (
-        refusal([a, parameter(4, 8, device="meta")])
+        packing_problem([a, parameter(4, 8, device="meta")])
         == "float32[4, 8] on cpu and float32[4, 8] on meta differ"
     )
     assert (
-        refusal([nn.Parameter(torch.zeros(8, 4).t()), a]) == "it is not contiguous, or has no rows"
+        packing_problem([nn.Parameter(torch.zeros(8, 4).t()), a])
+        == "it is not contiguous, or has no rows"
     )
     assert isinstance(pack([a, b]), Tensor)
     assert pack([b, c]) == "it is already packed with 1 other parameters"

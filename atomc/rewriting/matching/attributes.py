@@ -9,13 +9,13 @@ from atomc.graph.canonical import Attr, Capture, call, names_of
 from atomc.graph.expressions import Size
 from atomc.graph.sizes import known_equal
 from atomc.report.records import MissKind
-from atomc.rewriting.matching.pattern import Deferred, Site
+from atomc.rewriting.matching.pattern import Deferred, MatchSite
 
 # Kind, what the pattern expects, what was found.
 AttrDifference = tuple[MissKind, str, str]
 
 
-def attr_differences(site: Site, p: Node, g: Node) -> Iterator[AttrDifference]:
+def attr_differences(site: MatchSite, p: Node, g: Node) -> Iterator[AttrDifference]:
     """The differences of two calls, apart from their tensors.
 
     Binds the captured attributes. Attributes that depend on the sizes and dtypes of inputs are
@@ -54,7 +54,7 @@ def _follows_from_inputs(op: str, name: str, expected: Attr) -> bool:
 
 
 def _captured(
-    site: Site, what: str, name: str, capture: Capture, here: Attr
+    site: MatchSite, what: str, name: str, capture: Capture, here: Attr
 ) -> Iterator[AttrDifference]:
     if capture.among and here not in capture.among:
         yield "attribute", f"{what}={' or '.join(map(bare, capture.among))}", f"{name}={bare(here)}"
@@ -63,7 +63,7 @@ def _captured(
 
 
 def _items(
-    site: Site, name: str, expected: tuple[Attr, ...], here: tuple[Attr, ...]
+    site: MatchSite, name: str, expected: tuple[Attr, ...], here: tuple[Attr, ...]
 ) -> Iterator[AttrDifference]:
     """The differences of two tuples of one length; some expected items are captured."""
     for item, found in zip(expected, here, strict=True):
@@ -73,7 +73,7 @@ def _items(
             yield "attribute", f"{name}={bare(item)}", bare(found)
 
 
-def _bind(site: Site, capture: Capture, here: Attr) -> Iterator[AttrDifference]:
+def _bind(site: MatchSite, capture: Capture, here: Attr) -> Iterator[AttrDifference]:
     """Bind an argument to a constant, which must be the same everywhere; a dynamic size is not
     constant.
     """

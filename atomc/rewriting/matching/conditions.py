@@ -15,13 +15,13 @@ from atomc.graph.mutation import mutated, storage
 from atomc.graph.provenance import describe
 from atomc.graph.sizes import known_equal, spell_shape
 from atomc.rewriting.matching.attributes import bare
-from atomc.rewriting.matching.pattern import Difference, Site
+from atomc.rewriting.matching.pattern import Difference, MatchSite
 
 # The rank of differences of the whole site.
 LAST = 10**6
 
 
-def problems(site: Site, partial: bool = False) -> list[Difference]:
+def problems(site: MatchSite, partial: bool = False) -> list[Difference]:
     """All reasons against the rewrite although the structure matches, most upstream first.
 
     partial: the structure does not match (for explanations), so only values are checked.
@@ -37,7 +37,7 @@ def problems(site: Site, partial: bool = False) -> list[Difference]:
     return sorted(found, key=lambda difference: difference.rank)
 
 
-def _input_problems(site: Site) -> Iterator[Difference]:
+def _input_problems(site: MatchSite) -> Iterator[Difference]:
     symbols = site.symbols()
     for name, p, g in site.tensors():
         allowed = site.dtypes(p)
@@ -80,7 +80,7 @@ def _size(expected: sympy.Expr | Size, actual: Size) -> str:
     )
 
 
-def _rank_problems(site: Site) -> Iterator[Difference]:
+def _rank_problems(site: MatchSite) -> Iterator[Difference]:
     """Inputs whose examples have the same first size have the same rank and leading sizes at the
     site.
     """
@@ -117,7 +117,7 @@ def _rank_problems(site: Site) -> Iterator[Difference]:
                 )
 
 
-def _device_problems(site: Site) -> Iterator[Difference]:
+def _device_problems(site: MatchSite) -> Iterator[Difference]:
     first = next((node for _, _, node in site.tensors()), None)
     if first is None:
         return
@@ -133,7 +133,7 @@ def _device_problems(site: Site) -> Iterator[Difference]:
             )
 
 
-def _deferred_problems(site: Site) -> Iterator[Difference]:
+def _deferred_problems(site: MatchSite) -> Iterator[Difference]:
     symbols = site.symbols()
     for p, g, name, expected, here in site.deferred:
         rank = site.pattern.position[p]
@@ -167,7 +167,7 @@ def _deferred_problems(site: Site) -> Iterator[Difference]:
             )
 
 
-def _dtype_problems(site: Site) -> Iterator[Difference]:
+def _dtype_problems(site: MatchSite) -> Iterator[Difference]:
     for p, g in site.matched.items():
         if (
             call(p).op == call(g).op != "cast"
@@ -185,7 +185,7 @@ def _dtype_problems(site: Site) -> Iterator[Difference]:
                 )
 
 
-def _escapes(site: Site) -> Iterator[Difference]:
+def _escapes(site: MatchSite) -> Iterator[Difference]:
     """Intermediate values that have other readers. What is made of no tensor, such as an arange,
     may be shared: it stays for the others.
     """
@@ -208,7 +208,7 @@ def _escapes(site: Site) -> Iterator[Difference]:
                 )
 
 
-def _mutations(site: Site) -> Iterator[Difference]:
+def _mutations(site: MatchSite) -> Iterator[Difference]:
     """Other nodes that write what the site reads."""
     inside = site.nodes()
     own_writes = {node for node in inside if mutated(node)}
@@ -225,7 +225,7 @@ def _mutations(site: Site) -> Iterator[Difference]:
                 )
 
 
-def _cycles(site: Site) -> Iterator[Difference]:
+def _cycles(site: MatchSite) -> Iterator[Difference]:
     """Inputs that depend on an output."""
     inside, outputs = site.nodes(), set(site.outputs())
     downstream: set[Node] = set()

@@ -18,7 +18,7 @@ from atomc.ops.op import op_of
 from atomc.ops.op_traits import Kind
 from atomc.report.records import MissKind
 from atomc.rewriting.matching.attributes import attr_differences, bare
-from atomc.rewriting.matching.pattern import Difference, Pattern, Site
+from atomc.rewriting.matching.pattern import Difference, MatchSite, Pattern
 from atomc.rewriting.matching.search import read_beside, without_cast
 from atomc.rewriting.matching.similarity import alike, like, similarity
 
@@ -46,7 +46,7 @@ class Growth:
     """
 
     def __init__(self, pattern: Pattern, p: Node, g: Node):
-        self.pattern, self.site = pattern, Site(pattern)
+        self.pattern, self.site = pattern, MatchSite(pattern)
         self.found: list[Difference] = []
         self.todo: deque[tuple[Node, Node]] = deque()
         self.late_casts: list[tuple[Node, Node]] = []

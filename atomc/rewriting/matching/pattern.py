@@ -189,7 +189,7 @@ Saved = tuple[
 
 
 @dataclass
-class Site:
+class MatchSite:
     """A complete or partial match.
 
     matched   pattern node -> graph node

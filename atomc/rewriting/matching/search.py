@@ -13,13 +13,13 @@ from torch.fx import Node
 from atomc.graph.canonical import VIEWS, call, keeps_last_dim, readers, value
 from atomc.rewriting.matching.attributes import attr_differences
 from atomc.rewriting.matching.conditions import problems
-from atomc.rewriting.matching.pattern import Deferred, Difference, Index, Pattern, Site
+from atomc.rewriting.matching.pattern import Deferred, Difference, Index, MatchSite, Pattern
 
 # A change of the site that returns whether it is valid, and the pairs to match after it.
 Way = tuple[Callable[[], bool], list[tuple[Node, Node]]]
 
 
-def unify(site: Site, pairs: list[tuple[Node, Node]]) -> Iterator[Site]:
+def unify(site: MatchSite, pairs: list[tuple[Node, Node]]) -> Iterator[MatchSite]:
     """Every way to match the pattern node of each pair with its graph node. The site is changed and
     restored.
     """
@@ -34,7 +34,7 @@ def unify(site: Site, pairs: list[tuple[Node, Node]]) -> Iterator[Site]:
         site.restore(saved)
 
 
-def _ways(site: Site, p: Node, g: Node) -> Iterator[Way]:
+def _ways(site: MatchSite, p: Node, g: Node) -> Iterator[Way]:
     """The ways to match p with g."""
     placed = site.at(p)
     if p in site.pattern.inputs:
@@ -52,7 +52,7 @@ def _ways(site: Site, p: Node, g: Node) -> Iterator[Way]:
             yield partial(_skip, site, g), [(p, call(g).operands[0])]
 
 
-def _placements(site: Site, p: Node, g: Node) -> Iterator[Way]:
+def _placements(site: MatchSite, p: Node, g: Node) -> Iterator[Way]:
     """p at g, with the operands in each equivalent order; a cast may also be absent if the dtype is
     right.
     """
@@ -68,16 +68,16 @@ def _placements(site: Site, p: Node, g: Node) -> Iterator[Way]:
         yield partial(without_cast, site, p, g), [(wanted.operands[0], g)]
 
 
-def _bind(site: Site, name: str, g: Node) -> bool:
+def _bind(site: MatchSite, name: str, g: Node) -> bool:
     return site.bound.setdefault(name, g) is g
 
 
-def _place(site: Site, p: Node, g: Node) -> bool:
+def _place(site: MatchSite, p: Node, g: Node) -> bool:
     site.matched[p] = g
     return next(attr_differences(site, p, g), None) is None
 
 
-def _skip(site: Site, view: Node) -> bool:
+def _skip(site: MatchSite, view: Node) -> bool:
     site.skipped.append(view)
     return True
 
@@ -86,7 +86,7 @@ def _may_be_skipped(g: Node) -> bool:
     return call(g).op in VIEWS and keeps_last_dim(g)
 
 
-def without_cast(site: Site, p: Node, g: Node) -> bool:
+def without_cast(site: MatchSite, p: Node, g: Node) -> bool:
     """Match a cast of the pattern with a node that has the dtype already, which is checked once all
     inputs are bound.
     """
@@ -95,14 +95,14 @@ def without_cast(site: Site, p: Node, g: Node) -> bool:
     return True
 
 
-def _candidates(site: Site, output: Node) -> list[Node]:
+def _candidates(site: MatchSite, output: Node) -> list[Node]:
     """Candidates for a further output, among the readers of matched nodes."""
     taken = set(site.matched.values())
     found = _together(site, output) if site.pattern.read_together else _reached(site, output, taken)
     return [node for node in dict.fromkeys(found) if node not in taken]
 
 
-def _together(site: Site, output: Node) -> Iterator[Node]:
+def _together(site: MatchSite, output: Node) -> Iterator[Node]:
     """The nodes read together with the first placed output, in the order of the pattern."""
     outputs = site.pattern.outputs
     first = next(placed for placed in outputs if site.at(placed) is not None)
@@ -121,7 +121,7 @@ def read_beside(reader: Node, read: Node, later: bool) -> list[Node]:
     return operands[at + 1 :] if later else operands[:at]
 
 
-def _reached(site: Site, p: Node, taken: set[Node]) -> list[Node]:
+def _reached(site: MatchSite, p: Node, taken: set[Node]) -> list[Node]:
     """The candidates for p: readers of the candidates for its operands."""
     here = site.bound.get(site.pattern.inputs[p]) if p in site.pattern.inputs else site.at(p)
     if here is not None:
@@ -135,7 +135,7 @@ def _reached(site: Site, p: Node, taken: set[Node]) -> list[Node]:
     ]
 
 
-def _readers(site: Site, node: Node) -> Iterator[Node]:
+def _readers(site: MatchSite, node: Node) -> Iterator[Node]:
     """The readers of a node, through views if the pattern sees through them."""
     for user in readers(node):
         yield user
@@ -155,7 +155,7 @@ def _through_cache(node: Node, op: str, depth: int = 4) -> Iterator[Node]:
             yield from _through_cache(operand, op, depth - 1)
 
 
-def _complete(site: Site) -> Iterator[Site]:
+def _complete(site: MatchSite) -> Iterator[MatchSite]:
     missing = next((output for output in site.pattern.outputs if site.at(output) is None), None)
     if missing is None:
         yield site
@@ -165,7 +165,7 @@ def _complete(site: Site) -> Iterator[Site]:
             yield from _complete(grown)
 
 
-def matches(pattern: Pattern, index: Index) -> Iterator[tuple[Site, list[Difference]]]:
+def matches(pattern: Pattern, index: Index) -> Iterator[tuple[MatchSite, list[Difference]]]:
     """Every place where the structure matches, with the reasons against the rewrite, if any."""
     root = min(pattern.outputs, key=lambda output: len(index[call(output).op]))
     starts = list(index[call(root).op])
@@ -174,12 +174,12 @@ def matches(pattern: Pattern, index: Index) -> Iterator[tuple[Site, list[Differe
     for start in starts:
         # The last cast may be absent at a node that is followed by a cast: take the first way
         # without differences.
-        best: tuple[Site, list[Difference]] | None = None
-        for site in unify(Site(pattern), [(root, start)]):
+        best: tuple[MatchSite, list[Difference]] | None = None
+        for site in unify(MatchSite(pattern), [(root, start)]):
             done = next(_complete(site), None)
             if done is None:
                 continue
-            found = Site(pattern)
+            found = MatchSite(pattern)
             found.restore(done.saved())
             wrong = problems(found)
             if best is None or not wrong:

@@ -13,7 +13,7 @@ from atomc.graph.canonical import COMMUTATIVE, Attr, Call, Capture, call, value
 from atomc.graph.expressions import Size, expression, substitute
 from atomc.graph.sizes import known_equal
 from atomc.rewriting.matching.attributes import same_attr
-from atomc.rewriting.matching.pattern import Site
+from atomc.rewriting.matching.pattern import MatchSite
 
 # The same op scores 1, equal attributes up to EQUAL_ATTRS more; operands are added down to DEPTH.
 DEPTH = 3
@@ -23,7 +23,7 @@ PLACED_ELSEWHERE = -0.5
 UNBOUND_INPUT = 0.1  # any node may be an input, but an operand of the same op is better
 
 
-def similarity(site: Site, p: Node, g: Node, depth: int = DEPTH) -> float:
+def similarity(site: MatchSite, p: Node, g: Node, depth: int = DEPTH) -> float:
     """The similarity of g and p, given the nodes that are matched already."""
     known = site.bound.get(site.pattern.inputs[p]) if p in site.pattern.inputs else site.at(p)
     if known is not None:
@@ -52,7 +52,7 @@ def alike(p: Node, g: Node) -> bool:
     return call(p).op not in COMMUTATIVE or len(call(p).operands) == len(call(g).operands)
 
 
-def like(site: Site, p: Node, g: Node) -> bool:
+def like(site: MatchSite, p: Node, g: Node) -> bool:
     """Whether both are the same op, and casts to the same dtype."""
     wanted, here = call(p), call(g)
     dtype = wanted.attrs.get("dtype")

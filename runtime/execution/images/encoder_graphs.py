@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atomc.compiler.cudagraphs import Captured, Pool
+from atomc.compiler.cudagraphs import CapturedCall, Pool
 from atomc.encoder import EncoderProgram, Grid
 from atomc.errors import first_line
 from atomc.ops.inputs import PatchInputs
@@ -30,7 +30,7 @@ Grids = tuple[Grid, ...]
 class _Graph:
     """patches: what the graph reads, besides pixels and weights."""
 
-    captured: Captured[Tensor]
+    captured: CapturedCall[Tensor]
     patches: PatchInputs
     last_call: int
 

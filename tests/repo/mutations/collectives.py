@@ -78,8 +78,8 @@ BUGS = [
     ),
     Bug(
         "passes/fuse/allreduce_norm_quant.py",
-        'needs={"allreduce_add_rms_norm": {}},',
-        'needs={"add_rms_norm": {}},',
+        '    {"allreduce_add_rms_norm": {}},',
+        '    {"add_rms_norm": {}},',
         f"{FUSION}::test_a_quantizer_joins_the_sum_and_the_norm",
     ),
     Bug(

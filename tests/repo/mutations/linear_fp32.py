@@ -19,8 +19,18 @@ BUGS = [
     bug("    if bias:\n", "    if False:\n", "names_the_reason"),
     bug("context.lora is not None and", "False and", "adapters_may_change"),
     bug("overload, (x, weight)", "overload, (weight, x)", "is_one_op"),
-    bug("(off := context.off_here(NAME, node))", "(off := None)", "turns_it_off"),
-    bug("    if done.fired:\n        remove_dead_nodes(gm.graph)\n", "", "is_one_op"),
+    Bug(
+        "atomc/compiler/pipeline.py",
+        "            if off is None:\n",
+        "            if True:\n",
+        "tests/kernels/linear/test_linear_fp32.py -k turns_it_off",
+    ),
+    Bug(
+        "atomc/compiler/pipeline.py",
+        "    sort_topologically(gm.graph)\n    remove_dead_nodes(gm.graph)\n",
+        "    sort_topologically(gm.graph)\n",
+        "tests/kernels/linear/test_linear_fp32.py -k is_one_op",
+    ),
     Bug(
         OP,
         "F.linear(x.to(torch.float32), weight.to(torch.float32))",

@@ -35,7 +35,7 @@ IMAGES, TEXT = "full graph, with images", "full graph"
 
 
 class CallAgain:
-    """Stands for atomc.compiler.cudagraphs.Captured."""
+    """Stands for atomc.compiler.cudagraphs.CapturedCall."""
 
     bytes = GRAPH_BYTES
 
