@@ -21,8 +21,8 @@ BUGS = [
     bug("overload, (x, weight)", "overload, (weight, x)", "is_one_op"),
     Bug(
         "atomc/compiler/pipeline.py",
-        "            if off is None:\n",
-        "            if True:\n",
+        "            if off is None:\n                result = result",
+        "            if True:\n                result = result",
         "tests/kernels/linear/test_linear_fp32.py -k turns_it_off",
     ),
     Bug(
