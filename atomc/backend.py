@@ -45,10 +45,10 @@ def atom(
     compiles the graph.
     """
     with raised_unwrapped():
-        chosen = Options.of(options, mode)
-        _check_inductor_options(chosen)
-        contract.check_formulas(chosen.expect)
-        return compile_graph(gm, example_inputs, chosen)
+        parsed = Options.of(options, mode)
+        _check_inductor_options(parsed)
+        contract.check_formulas(parsed.expect)
+        return compile_graph(gm, example_inputs, parsed)
 
 
 def compile_graph(
@@ -69,11 +69,13 @@ def compile_graph(
         )
     try:
         local = localize(gm, example_inputs)
-        made = callable_of(local.graph, local.inputs, options, platform, report)
+        compiled = callable_of(local.graph, local.inputs, options, platform, report)
         if torch.is_grad_enabled() and wants_gradients(example_inputs):
-            made = torch.no_grad()(made)  # its calls are in no_grad or inference_mode, in the graph
+            compiled = torch.no_grad()(
+                compiled
+            )  # its calls are in no_grad or inference_mode, in the graph
         publish(report, options)
-        return local.wrap(made)
+        return local.wrap(compiled)
     except RestartAnalysis:  # Dynamo traces again with these floats as constants
         forget(report)
         raise
@@ -99,15 +101,15 @@ def to_inductor(
     gm = runnable(gm, example_inputs)
     note_attention_patterns(report, gm)
     with timed(report, "inductor"):
-        made = inductor(gm, example_inputs, inductor_patches(options))
+        compiled = inductor(gm, example_inputs, inductor_patches(options))
     publish(report, options)
-    return made
+    return compiled
 
 
 def _check_inductor_options(options: Options) -> None:
     if options.inductor:
-        known = set(inductor_option_names())
-        unknown = sorted(name for name in options.inductor if name.replace("-", "_") not in known)
+        names = set(inductor_option_names())
+        unknown = sorted(name for name in options.inductor if name.replace("-", "_") not in names)
         if unknown:
             raise OptionsError(
                 f"option inductor: Inductor has no option {unknown[0]!r}; "

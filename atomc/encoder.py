@@ -79,14 +79,14 @@ class EncoderProgram:
 
     def encode_patches(self, pixels: Tensor, patches: PatchInputs) -> Tensor:
         """The embeddings of patches with these pixels."""
-        given = dict(zip(NAMES, (pixels, *patches), strict=True))
+        tensors = dict(zip(NAMES, (pixels, *patches), strict=True))
         inputs = list(self._inputs)
         for i, name, dim in self._arguments:
-            inputs[i] = given[name] if dim is None else given[name].shape[dim]
+            inputs[i] = tensors[name] if dim is None else tensors[name].shape[dim]
         if self._refresh is not None:  # a user may have written weights
             self._made = self._refresh(inputs)
-        found = self._call(*inputs, *self._made)
-        embeddings = found[0] if isinstance(found, list | tuple) else found
+        outputs = self._call(*inputs, *self._made)
+        embeddings = outputs[0] if isinstance(outputs, list | tuple) else outputs
         assert isinstance(embeddings, Tensor)
         return embeddings
 
@@ -115,12 +115,12 @@ def compile_encoder(
     encoder that cannot be compiled. ATOMC_STRICT adds the traceback, else it is logged at level
     debug.
     """
-    chosen = Options.of(options)
-    trace = partial(_trace, model, chosen, owned=owned)
-    loaded = load_or_trace(model, chosen, platform, TAKES, trace, owned=owned, observed=False)
+    parsed = Options.of(options)
+    trace = partial(_trace, model, parsed, owned=owned)
+    loaded = load_or_trace(model, parsed, platform, TAKES, trace, owned=owned, observed=False)
     with torch.no_grad():
         program = EncoderProgram(model, loaded, owned=owned)  # type: ignore[arg-type]
-    publish(loaded.report, chosen)
+    publish(loaded.report, parsed)
     return program
 
 

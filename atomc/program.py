@@ -73,7 +73,7 @@ class Program:
         self,
         compiled: Compiled,
         inputs: Sequence[Input | None],
-        made: Sequence[Weight],
+        extra_weights: Sequence[Weight],
         follow: Callable[[Sequence[Input | None]], list[Weight]] | None,
         report: Report,
         device: torch.device,
@@ -119,7 +119,7 @@ class Program:
                 self._plans.setdefault(extra.function, []).append(len(self._arguments) - 1)
             else:
                 self._made.append(len(self._arguments) - 1)
-        self._take(made)
+        self._take(extra_weights)
         self._bound = not self.specs
 
     @property
@@ -147,8 +147,8 @@ class Program:
 
     def unbind(self) -> None:
         """Hold no tensors of state; `bind` gives it others."""
-        for given, i in self._state_inputs.items():
-            if not given.is_scale:
+        for state_input, i in self._state_inputs.items():
+            if not state_input.is_scale:
                 self._arguments[i] = None
         self._bound = not self.specs
 
@@ -161,15 +161,15 @@ class Program:
         if not self._bound:
             raise RunError("the program has state but no tensors for it: call bind() first")
         arguments = list(self._arguments)
-        for i, given in self._step_inputs:
-            arguments[i] = given.of(step)
+        for i, step_input in self._step_inputs:
+            arguments[i] = step_input.of(step)
         for plan, numbers in self._plans.items():
-            made = plan(step, self.specs)
+            planned = plan(step, self.specs)
             for i in numbers:
-                arguments[i] = made
+                arguments[i] = planned
         out = self._call(*arguments)
-        found = out if isinstance(out, list | tuple) else [out]
-        return [x for x in found if isinstance(x, Tensor)]
+        results = out if isinstance(out, list | tuple) else [out]
+        return [x for x in results if isinstance(x, Tensor)]
 
     def expert_load(self) -> dict[str, list[int]]:
         """How many tokens each expert got, by the path of the layer's experts; waits for the
@@ -209,8 +209,8 @@ class Program:
                 )
         self._take(self._follow(self._inputs))
 
-    def _take(self, made: Sequence[Weight]) -> None:
-        for i, weight in zip(self._made, made, strict=False):
+    def _take(self, weights: Sequence[Weight]) -> None:
+        for i, weight in zip(self._made, weights, strict=False):
             self._arguments[i] = weight
 
 
@@ -225,10 +225,10 @@ def _scale(model: nn.Module, spec: StateSpec, role: str, device: torch.device) -
 
     Buffers are scales for e4m3fn; the largest number of e4m3fnuz is about half as large.
     """
-    given = model.get_submodule(spec.name)._buffers.get(role)
-    if given is None:
+    scale = model.get_submodule(spec.name)._buffers.get(role)
+    if scale is None:
         return torch.ones(1, device=device)
-    return given.to(device, torch.float32) * (
+    return scale.to(device, torch.float32) * (
         2.0 if spec.tensors[0].dtype == torch.float8_e4m3fnuz else 1.0
     )
 
@@ -263,34 +263,40 @@ def compile_model(
     Raises OptionsError for wrong options, and ValueError with the reason and the line for a model
     that cannot be served. ATOMC_STRICT adds the traceback, else it is logged at level debug.
     """
-    chosen = Options.of(options)
+    parsed = Options.of(options)
     # An audit and a recording also run the graph before the passes, which reads originals.
-    frees = owned and not (chosen.audit or chosen.record)
+    frees = owned and not (parsed.audit or parsed.record)
     device = next(model.parameters()).device
 
     def trace(platform: Platform) -> CompiledModel:
         from atomc.compiler.trace_model import trace_model  # and with it Dynamo
 
-        return trace_model(model, chosen, platform, observers, keep_texts, takes, owned=owned)
+        return trace_model(model, parsed, platform, observers, keep_texts, takes, owned=owned)
 
     observed = bool(observers) or keep_texts
-    loaded = load_or_trace(model, chosen, platform, takes, trace, owned=owned, observed=observed)
+    loaded = load_or_trace(model, parsed, platform, takes, trace, owned=owned, observed=observed)
     compiled, inputs, report = loaded.compiled, loaded.inputs, loaded.report
     with torch.no_grad():
         weights = weight_inputs(compiled, report.notes)
         freed = bytes_of(weights.replaced_groups(inputs), inputs) if frees else 0
         if freed and before_free is not None and device.type != "meta":
             before_free(loaded.key, compiled.state, report)
-        made = _made(weights, inputs, device, frees=frees)
+        extra_weights = _made(weights, inputs, device, frees=frees)
         if weights.prepared_inputs and device.type != "meta":
             report.notes.append(weights.note(freed))
         program = Program(
-            compiled, inputs, made, None if owned else weights.refresh, report, device, model
+            compiled,
+            inputs,
+            extra_weights,
+            None if owned else weights.refresh,
+            report,
+            device,
+            model,
         )
     program.key, program.prepared_bytes = loaded.key, weights.prepared_bytes(inputs)
     program.replaced_bytes, program.takes = freed, takes
     report.notes += _notes_of(model)
-    publish(report, chosen)
+    publish(report, parsed)
     return program
 
 

@@ -80,18 +80,18 @@ class _StatefulCall(NamedTuple):
 
 def _sites(graph: Graph, context: Context) -> list[_StatefulCall]:
     """The calls with a state handle; calls with the same paging are in one group."""
-    found = [
+    calls = [
         _site(node, op, context)
         for node in graph.nodes
         if (op := op_of(node.target)) is not None
         and op.handle(*node.args, **node.kwargs) is not None
     ]
-    pagings = sorted({site.spec.paging for site in found if site.spec.paging is not None})
+    pagings = sorted({site.spec.paging for site in calls if site.spec.paging is not None})
     return [
         site
         if site.spec.paging is None
         else site._replace(spec=replace(site.spec, group=pagings.index(site.spec.paging)))
-        for site in found
+        for site in calls
     ]
 
 
@@ -112,32 +112,38 @@ def _writers(sites: Sequence[_StatefulCall]) -> list[int]:
     """The index of the site that writes the state of each: its own, or that of an earlier call that
     keeps the same rows.
     """
-    kept = [_kept(site) for site in sites]
-    return [kept.index(rows) for rows in kept]
+    rows_kept = [_kept(site) for site in sites]
+    return [rows_kept.index(rows) for rows in rows_kept]
 
 
 def _kept(site: _StatefulCall) -> object:
     """What the state of a call keeps, and how; equal only to itself if others cannot read it."""
     if site.binding.reads is None:
         return object()
-    given = site.given()
-    return site.op.name, [given[name] for name in site.binding.kept], replace(site.spec, name="")
+    arguments = site.given()
+    return (
+        site.op.name,
+        [arguments[name] for name in site.binding.kept],
+        replace(site.spec, name=""),
+    )
 
 
-def _token(made: Sequence[Node]) -> Node:
+def _token(nodes: Sequence[Node]) -> Node:
     """The node that writes the state, of those that replaced a call."""
-    return next(node for node in made if (op := op_of(node.target)) and Kind.STATE_WRITE in op.kind)
+    return next(
+        node for node in nodes if (op := op_of(node.target)) and Kind.STATE_WRITE in op.kind
+    )
 
 
 def _given(op: Op, node: Node) -> dict[str, Argument]:
     return dict(op.signature.bind(*node.args, **node.kwargs).arguments)
 
 
-def _mapped(function: Callable[[Node], Any], given: Mapping[str, Argument]) -> dict[str, Any]:
+def _mapped(function: Callable[[Node], Any], arguments: Mapping[str, Argument]) -> dict[str, Any]:
     """The arguments of a call with the function applied to each node."""
     return {
         name: map_aggregate(x, lambda x: function(x) if isinstance(x, Node) else x)
-        for name, x in given.items()
+        for name, x in arguments.items()
     }
 
 
@@ -148,30 +154,30 @@ def _bound(site: _StatefulCall, number: int, inputs: "RuntimeInputs", token: Nod
     node, graph, spec = site.node, inputs.graph, site.spec
     # Proxies take the place of tensors in the form of the op.
     proxy: Callable[[Node], Any] = partial(Proxy, tracer=GraphAppendingTracer(graph))
-    state = {role: proxy(made) for role, made in inputs.state(number, spec).items()}
+    state = {role: proxy(new_nodes) for role, new_nodes in inputs.state(number, spec).items()}
     step: Any = _Fields(inputs, site.binding.tokens(site.values), spec.group, proxy)
     before = node.prev
     with graph.inserting_before(node):
-        given: Any = _mapped(proxy, site.given())
+        arguments: Any = _mapped(proxy, site.given())
         result: Any
         if token is None or site.binding.reads is None:
-            result = site.binding.form(given, state, step)
+            result = site.binding.form(arguments, state, step)
         else:
-            result = site.binding.reads(given, state, step, proxy(token))
-    made = [each for each in nodes_between(before, node) if each.op != "placeholder"]
-    _describe(made, result.node, node)
+            result = site.binding.reads(arguments, state, step, proxy(token))
+    new_nodes = [each for each in nodes_between(before, node) if each.op != "placeholder"]
+    _describe(new_nodes, result.node, node)
     node.replace_all_uses_with(result.node)
     graph.erase_node(node)
     captured = {} if spec.paging is None else {"window": spec.paging.window}
-    return Fired("bind_state", node, captured, {node}, made)
+    return Fired("bind_state", node, captured, {node}, new_nodes)
 
 
-def _describe(made: list[Node], result: Node, replaced: Node) -> None:
+def _describe(new_nodes: list[Node], result: Node, replaced: Node) -> None:
     """Set the metadata of the nodes that replace one."""
     source = ("nn_module_stack", "stack_trace")
-    meta = {key: found for key, found in replaced.meta.items() if key in source}
+    meta = {key: entry for key, entry in replaced.meta.items() if key in source}
     record = NodeRecord(made_by="bind_state", origins=origins_of(replaced))
-    for node in made:
+    for node in new_nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise TypeError(
                 f"the runtime form of {replaced.target} creates {node.format_node()}: it may only "
@@ -222,29 +228,31 @@ class RuntimeInputs:
             value(node).device for node in graph.nodes if isinstance(value(node), Tensor)
         )
 
-    def step(self, given: StepInput, tokens: Size) -> Node:
+    def step(self, step_input: StepInput, tokens: Size) -> Node:
         """A tensor of a step with this number of new tokens (see Step for the shapes)."""
         i32, i64 = (partial(torch.empty, dtype=dtype) for dtype in (torch.int32, torch.int64))
-        match given:
+        match step_input:
             case StepInput("slots"):
-                return self._get(given, partial(i64, tokens))
+                return self._get(step_input, partial(i64, tokens))
             case StepInput("block_tables"):
-                return self._get(given, lambda: i32(self.sequences, new_unbacked_size(self.mode)))
+                return self._get(
+                    step_input, lambda: i32(self.sequences, new_unbacked_size(self.mode))
+                )
             case StepInput("query_start"):
-                return self._get(given, lambda: i32(self.sequences + 1))
+                return self._get(step_input, lambda: i32(self.sequences + 1))
             case StepInput("seq_lens"):
-                return self._get(given, partial(i32, self.sequences))
+                return self._get(step_input, partial(i32, self.sequences))
             case StepInput("state_slots"):
-                return self._get(given, partial(i64, self.sequences))
+                return self._get(step_input, partial(i64, self.sequences))
         raise AttributeError(
-            f"the form of an op reads {given.field!r}, which is not a field of StepFields"
+            f"the form of an op reads {step_input.field!r}, which is not a field of StepFields"
         )
 
     def state(self, layer: int, spec: StateSpec) -> dict[str, Node]:
         """A layer's tensors and their scales, by role."""
         rows = self.rows.setdefault(spec.group, new_unbacked_size(self.mode))
         leading = spec.leading(blocks=rows, block_size=self.block_size, slots=rows)
-        found = {
+        tensors = {
             tensor.role: self._get(
                 StateInput(layer, tensor.role, spec.per_sequence),
                 partial(_row_major, (*leading, *tensor.shape), tensor.dtype),
@@ -252,14 +260,14 @@ class RuntimeInputs:
             for tensor in spec.tensors
         }
         one = partial(torch.ones, 1, dtype=torch.float32)
-        return found | {role: self._get(StateInput(layer, role), one) for role in spec.scales}
+        return tensors | {role: self._get(StateInput(layer, role), one) for role in spec.scales}
 
-    def _get(self, given: GraphInput, make: Callable[[], Tensor]) -> Node:
-        if given not in self.made:
+    def _get(self, runtime_input: GraphInput, make: Callable[[], Tensor]) -> Node:
+        if runtime_input not in self.made:
             with self.device:
-                record = NodeRecord(input=given)
-                self.made[given] = add_input(self.graph, given.name, record, make)
-        return self.made[given]
+                record = NodeRecord(input=runtime_input)
+                self.made[runtime_input] = add_input(self.graph, runtime_input.name, record, make)
+        return self.made[runtime_input]
 
 
 def _row_major(sizes: Sequence[Size], dtype: torch.dtype) -> Tensor:

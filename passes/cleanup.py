@@ -55,7 +55,7 @@ def _is_proven(node: Node) -> bool:
     """Whether the asserted tensor has the asserted metadata."""
     here = call(node)
     asserted = value(here.operands[0])
-    known = {
+    metadata = {
         "size": tuple(asserted.shape),
         "stride": asserted.stride(),
         "dtype": asserted.dtype,
@@ -63,7 +63,7 @@ def _is_proven(node: Node) -> bool:
         "layout": asserted.layout,
     }
     return all(
-        same_attr(here.attrs[name], is_so) for name, is_so in known.items() if name in here.attrs
+        same_attr(here.attrs[name], is_so) for name, is_so in metadata.items() if name in here.attrs
     )
 
 
@@ -71,21 +71,21 @@ def _seen_outside(graph: Graph) -> set[Node]:
     """The nodes whose storage the program returns, in whole or in part, or that `reinplace` may
     compute in the storage of an input.
     """
-    found = {storage(node) for node in graph.output_node().all_input_nodes}
-    found |= {
+    nodes = {storage(node) for node in graph.output_node().all_input_nodes}
+    nodes |= {
         storage(copy.args[1])
         for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     }
-    for node in list(found):
+    for node in list(nodes):
         while node.target is operator.getitem:
             node = storage(node.args[0])  # type: ignore[arg-type]
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes
 
 
 def share_equal_nodes(graph: Graph) -> list[Fired]:
     """Common subexpression elimination: replace a node by an earlier one that computes the same."""
-    known: dict[Hashable, Node] = {}
+    first_nodes: dict[Hashable, Node] = {}
     fired = []
     seen = _seen_outside(graph)
     written = {id(target) for node in graph.nodes for target in mutated(node)}
@@ -98,7 +98,7 @@ def share_equal_nodes(graph: Graph) -> list[Fired]:
             continue
         try:
             key = (node.target, _hashable(node.args), _hashable(node.kwargs))
-            first = known.setdefault(key, node)
+            first = first_nodes.setdefault(key, node)
         except TypeError:  # an argument that cannot be a key: leave the node alone
             continue
         if first is not node and not {first, node} <= seen:
@@ -197,7 +197,7 @@ def _same_view(node: Node, here: Call) -> Node | None:
 def _whole_slice(node: Node, here: Call) -> Node | None:
     return (
         here.operands[0]
-        if all(same_attr(here.attrs[name], whole) for name, whole in _WHOLE.items())
+        if all(same_attr(here.attrs[name], of_all) for name, of_all in _WHOLE.items())
         else None
     )
 
@@ -215,9 +215,9 @@ def _neutral(node: Node, here: Call) -> Node | None:
     }
     if len(here.operands) != 1 or constants != _NEUTRAL[here.op] or "rounding_mode" in here.attrs:
         return None
-    made = value(node)
+    result = value(node)
     moves_zero = here.op == "add" or "-0.0" in map(str, constants.values())
-    exact = not moves_zero or not (made.is_floating_point() or made.is_complex())
+    exact = not moves_zero or not (result.is_floating_point() or result.is_complex())
     return here.operands[0] if exact and _alike(here.operands[0], node) else None
 
 

@@ -32,7 +32,12 @@ def expert_load(gm: GraphModule, context: Context) -> Outcome:
         return Outcome()
     inputs = gm.graph.find_nodes(op="placeholder")
     slots = next(
-        (node for node in inputs if (given := step_input(node)) and given.field == "slots"), None
+        (
+            node
+            for node in inputs
+            if (runtime_input := step_input(node)) and runtime_input.field == "slots"
+        ),
+        None,
     )
     if slots is None:
         return Outcome(notes=["expert_load: no layer has state per token, nothing is counted"])
@@ -53,22 +58,22 @@ def _counted(node: Node, slots: Node, number: int) -> Fired:
         NodeRecord(input=counted),
         partial(torch.empty, counted.experts, dtype=torch.int64, device=value(node).device),
     )
-    made = insert(node, ops.count_experts.overload, ids, slots, counts)
-    return Fired("expert_load", node, {}, set(), [made])
+    counting = insert(node, ops.count_experts.overload, ids, slots, counts)
+    return Fired("expert_load", node, {}, set(), [counting])
 
 
 def _choices(node: Node) -> tuple[Argument, int]:
     """What the router chose for the tokens of this process, and the number of experts that these
     are ids of.
     """
-    given = arguments_of(node)
-    ids = given["ids"]
+    arguments = arguments_of(node)
+    ids = arguments["ids"]
     assert isinstance(ids, Node)
     for sent in ids.all_input_nodes:
         if op_of(sent.target) is ops.dispatch_tokens:
-            given = arguments_of(sent)
-    if isinstance(places := given.get("places"), Node):
-        return given["ids"], value(places).shape[1]
-    weight = given["w2"]
+            arguments = arguments_of(sent)
+    if isinstance(places := arguments.get("places"), Node):
+        return arguments["ids"], value(places).shape[1]
+    weight = arguments["w2"]
     assert isinstance(weight, Node)
     return ids, len(value(weight)) - record_of(node).shared_experts

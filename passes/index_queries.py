@@ -53,14 +53,14 @@ def _quantized(site: OpCall, context: Context) -> Fired | None:
     codes, scale = (insert(node, operator.getitem, pair, i) for i in (0, 1))
     of_head = insert(node, aten.squeeze.dim, scale, -1)
     scaled = insert(node, aten.mul.Tensor, site["weights"], of_head)
-    found = insert(
+    chosen_rows = insert(
         node, ops.paged_index_topk.overload, codes, scaled, *node.args[2:], **node.kwargs
     )
-    made = [pair, codes, scale, of_head, scaled, found]
-    kernel = context.first(found)
+    new_nodes = [pair, codes, scale, of_head, scaled, chosen_rows]
+    kernel = context.first(chosen_rows)
     if kernel is None or kernel is before or kernel.syncs:
-        for new in reversed(made):
+        for new in reversed(new_nodes):
             new.graph.erase_node(new)
         return None
-    replace(node, found)
-    return Fired("index_queries", node, {}, {node}, made)
+    replace(node, chosen_rows)
+    return Fired("index_queries", node, {}, {node}, new_nodes)

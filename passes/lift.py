@@ -66,8 +66,8 @@ def _autocasts(graph: Graph) -> bool:
     return entered or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
 
-def _fake(given: Argument) -> Any:
-    return given.meta.get("example_value") if isinstance(given, Node) else given
+def _fake(argument: Argument) -> Any:
+    return argument.meta.get("example_value") if isinstance(argument, Node) else argument
 
 
 def _arguments(node: Node, names: tuple[str, ...], **defaults: Argument) -> dict[str, Argument]:
@@ -86,39 +86,43 @@ Lifted = dict[str, Argument] | str | None
 
 
 def _linear(graph: Graph, node: Node) -> Lifted:
-    given = _arguments(node, ("input", "weight", "bias"), bias=None)
-    if _fake(given["weight"]).dim() != 2:
+    arguments = _arguments(node, ("input", "weight", "bias"), bias=None)
+    if _fake(arguments["weight"]).dim() != 2:
         return "the weight is not a matrix"
-    _replace(node, ops.linear, given["input"], given["weight"], given["bias"])
+    _replace(node, ops.linear, arguments["input"], arguments["weight"], arguments["bias"])
     return {}
 
 
 def _embedding(graph: Graph, node: Node) -> Lifted:
     if node.target is torch.embedding:  # which has the weight first, and no max_norm
-        given = _arguments(node, ("weight", "indices"))
-        _replace(node, ops.embedding, given["indices"], given["weight"])
+        arguments = _arguments(node, ("weight", "indices"))
+        _replace(node, ops.embedding, arguments["indices"], arguments["weight"])
         return {}
-    given = _arguments(node, ("input", "weight", "padding_idx", "max_norm"), max_norm=None)
-    if given["max_norm"] is not None:
+    arguments = _arguments(node, ("input", "weight", "padding_idx", "max_norm"), max_norm=None)
+    if arguments["max_norm"] is not None:
         return "max_norm modifies the weight"
-    _replace(node, ops.embedding, given["input"], given["weight"])
+    _replace(node, ops.embedding, arguments["input"], arguments["weight"])
     return {}
 
 
 def _rms_norm(graph: Graph, node: Node) -> Lifted:
-    given = _arguments(node, ("input", "normalized_shape", "weight", "eps"), weight=None, eps=None)
-    x, weight = _fake(given["input"]), _fake(given["weight"])
-    if (dims := len(_fake(given["normalized_shape"]))) != 1:
+    arguments = _arguments(
+        node, ("input", "normalized_shape", "weight", "eps"), weight=None, eps=None
+    )
+    x, weight = _fake(arguments["input"]), _fake(arguments["weight"])
+    if (dims := len(_fake(arguments["normalized_shape"]))) != 1:
         return f"it normalises over {dims} dimensions, the op over the last one"
     if weight is None:
         return "it has no weight"
     if weight.dtype != x.dtype or x.dtype not in FLOATS:
         return f"x is {x.dtype}, the weight {weight.dtype}"
     # In 16 bits, torch takes the eps of the dtype in which it computes.
-    eps = torch.finfo(torch.float32).eps if given["eps"] is None else given["eps"]
+    eps = torch.finfo(torch.float32).eps if arguments["eps"] is None else arguments["eps"]
     if not isinstance(eps, float | int):
         return "eps is not a constant"
-    normed = _replace(node, ops.rms_norm, given["input"], given["weight"], float(eps), "before")
+    normed = _replace(
+        node, ops.rms_norm, arguments["input"], arguments["weight"], float(eps), "before"
+    )
     if not same_strides(
         x, dense := _fake(node)
     ):  # torch's is contiguous, that of the op has the strides of x
@@ -132,13 +136,18 @@ def _rms_norm(graph: Graph, node: Node) -> Lifted:
 
 def _layer_norm(graph: Graph, node: Node) -> Lifted:
     names = ("input", "normalized_shape", "weight", "bias", "eps")
-    given = _arguments(node, names, weight=None, bias=None, eps=1e-5)
-    if (dims := len(_fake(given["normalized_shape"]))) != 1:
+    arguments = _arguments(node, names, weight=None, bias=None, eps=1e-5)
+    if (dims := len(_fake(arguments["normalized_shape"]))) != 1:
         return f"it normalises over {dims} dimensions, the op over the last one"
-    if not isinstance(given["eps"], float | int):
+    if not isinstance(arguments["eps"], float | int):
         return "eps is not a constant"
     _replace(
-        node, ops.layer_norm, given["input"], given["weight"], given["bias"], float(given["eps"])
+        node,
+        ops.layer_norm,
+        arguments["input"],
+        arguments["weight"],
+        arguments["bias"],
+        float(arguments["eps"]),
     )
     return {}
 
@@ -146,29 +155,31 @@ def _layer_norm(graph: Graph, node: Node) -> Lifted:
 def _sdpa(graph: Graph, node: Node) -> Lifted:
     """[..., N, T, D] becomes [..., T, N, D]; the transposes usually cancel with others."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = _arguments(node, names, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
-    q, k = _fake(given["query"]), _fake(given["key"])
-    if given["dropout_p"]:
+    arguments = _arguments(node, names, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
+    q, k = _fake(arguments["query"]), _fake(arguments["key"])
+    if arguments["dropout_p"]:
         return "it has dropout"
     if q.dim() < 3:
         return "it has no head dimension"
-    if given["is_causal"] and not known_equal(q.shape[-2], k.shape[-2]):
+    if arguments["is_causal"] and not known_equal(q.shape[-2], k.shape[-2]):
         return f"causal with {q.shape[-2]} queries and {k.shape[-2]} keys"
-    scale = q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+    scale = q.shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
     if not isinstance(scale, float | int):
         return "its scale is not a constant"
     with graph.inserting_before(node):
-        heads_last = [_transposed(graph, given[name], node) for name in ("query", "key", "value")]
+        heads_last = [
+            _transposed(graph, arguments[name], node) for name in ("query", "key", "value")
+        ]
         out = graph.call_function(
             ops.attention.overload,
-            (*heads_last, None, given["attn_mask"]),
-            {"scale": float(scale), "causal": bool(given["is_causal"])},
+            (*heads_last, None, arguments["attn_mask"]),
+            {"scale": float(scale), "causal": bool(arguments["is_causal"])},
         )
         out.meta = {key: item for key, item in node.meta.items() if key != "example_value"}
         back = _with_strides_of(graph, _transposed(graph, out, node), _fake(node))
     node.replace_all_uses_with(back)
     graph.erase_node(node)
-    return {"causal": bool(given["is_causal"]), "mask": given["attn_mask"] is not None}
+    return {"causal": bool(arguments["is_causal"]), "mask": arguments["attn_mask"] is not None}
 
 
 def _with_strides_of(graph: Graph, transposed: Node, wanted: Tensor) -> Node:
@@ -176,10 +187,10 @@ def _with_strides_of(graph: Graph, transposed: Node, wanted: Tensor) -> Node:
     program may view them. The copy goes if no reader needs its strides.
     """
     *leading, heads, tokens, width = wanted.shape
-    found = wanted.new_empty((*leading, tokens, heads, width)).transpose(-3, -2)
-    transposed.meta["example_value"] = found
+    fake = wanted.new_empty((*leading, tokens, heads, width)).transpose(-3, -2)
+    transposed.meta["example_value"] = fake
     contiguous = wanted.new_empty(wanted.shape)
-    if same_strides(found, wanted) or not same_strides(wanted, contiguous):
+    if same_strides(fake, wanted) or not same_strides(wanted, contiguous):
         return transposed
     how: dict[str, Argument] = {"memory_format": torch.contiguous_format}
     copy = graph.call_method("clone", (transposed,), how)
@@ -192,16 +203,20 @@ def _patch(graph: Graph, node: Node) -> Lifted:
     encoder: a product of rows.
     """
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given = _arguments(node, names, bias=None, padding=0, dilation=1, groups=1)
-    x, weight = _fake(given["input"]), _fake(given["weight"])
+    arguments = _arguments(node, names, bias=None, padding=0, dilation=1, groups=1)
+    x, weight = _fake(arguments["input"]), _fake(arguments["weight"])
     if x.dim() != weight.dim() or not all(map(known_equal, x.shape[2:], weight.shape[2:])):
         return None
-    if given["groups"] != 1 or _any_but(0, given["padding"]) or _any_but(1, given["dilation"]):
+    if (
+        arguments["groups"] != 1
+        or _any_but(0, arguments["padding"])
+        or _any_but(1, arguments["dilation"])
+    ):
         return None
     meta = {key: item for key, item in node.meta.items() if key != "example_value"}
     with graph.inserting_before(node):
-        rows, matrix = (_flat(graph, given[name], node) for name in ("input", "weight"))
-        out = graph.call_function(ops.linear.overload, (rows, matrix, given["bias"]))
+        rows, matrix = (_flat(graph, arguments[name], node) for name in ("input", "weight"))
+        out = graph.call_function(ops.linear.overload, (rows, matrix, arguments["bias"]))
         out.meta = dict(meta)
         for _ in x.shape[2:]:
             out = graph.call_method("unsqueeze", (out, -1))
@@ -212,25 +227,27 @@ def _patch(graph: Graph, node: Node) -> Lifted:
     return {}
 
 
-def _any_but(value: int, given: Argument) -> bool:
-    return any(each != value for each in (given if isinstance(given, list | tuple) else (given,)))
+def _any_but(value: int, argument: Argument) -> bool:
+    return any(
+        each != value for each in (argument if isinstance(argument, list | tuple) else (argument,))
+    )
 
 
 def _flat(graph: Graph, x: Argument, like: Node) -> Node:
-    made = graph.call_method("flatten", (x, 1))
-    made.meta = {key: item for key, item in like.meta.items() if key != "example_value"}
+    flat = graph.call_method("flatten", (x, 1))
+    flat.meta = {key: item for key, item in like.meta.items() if key != "example_value"}
     first, *rest = _fake(x).shape
     # Not flatten, which adds a guard for a dynamic size.
-    made.meta["example_value"] = _fake(x).new_empty((first, math.prod(rest)))
-    return made
+    flat.meta["example_value"] = _fake(x).new_empty((first, math.prod(rest)))
+    return flat
 
 
 def _transposed(graph: Graph, x: Argument, like: Node) -> Node:
-    made = graph.call_function(torch.transpose, (x, -3, -2))
-    made.meta = {key: item for key, item in like.meta.items() if key != "example_value"}
+    transposed = graph.call_function(torch.transpose, (x, -3, -2))
+    transposed.meta = {key: item for key, item in like.meta.items() if key != "example_value"}
     if isinstance(_fake(x), Tensor):
-        made.meta["example_value"] = _fake(x).transpose(-3, -2)
-    return made
+        transposed.meta["example_value"] = _fake(x).transpose(-3, -2)
+    return transposed
 
 
 def _already(graph: Graph, node: Node) -> Lifted:

@@ -55,10 +55,10 @@ def _paths(node: Node, shape: LoraShape) -> list[tuple[str, int]]:
     op = op_of(node.target)
     if op is None or op.kind is not Kind.LINEAR or op.concat is None:
         return []
-    found = _merged(node) or [(module_path(node), int(value(node).shape[-1]))]
-    if all(layer_of(path) is None for path, _ in found):
+    layers = _merged(node) or [(module_path(node), int(value(node).shape[-1]))]
+    if all(layer_of(path) is None for path, _ in layers):
         return []
-    return found if any(shape.changes(path) for path, _ in found) else []
+    return layers if any(shape.changes(path) for path, _ in layers) else []
 
 
 def _merged(node: Node) -> list[tuple[str, int]]:
@@ -75,7 +75,7 @@ def _merged(node: Node) -> list[tuple[str, int]]:
     parts = {int(str(part.args[1])): part for part in split.users}
     # A part that is not read has no node.
     names = [module_path(parts[i]) if i in parts else "" for i in range(max(parts) + 1)]
-    widths = [int(found.shape[-1]) for found in value(split)]
+    widths = [int(part.shape[-1]) for part in value(split)]
     return list(zip(names, widths, strict=False))
 
 
@@ -97,17 +97,17 @@ def _rows(graph: Graph) -> Node:
     ids = next(
         node
         for node in graph.find_nodes(op="placeholder")
-        if (given := step_input(node))
-        and given.field in ("input_ids", "hidden")
-        and given.dim is None
+        if (field_input := step_input(node))
+        and field_input.field in ("input_ids", "hidden")
+        and field_input.dim is None
     )
     tokens, device = value(ids).shape[0], value(ids).device
     rows = partial(torch.empty, tokens, dtype=torch.int32, device=device)
     return _graph_input(graph, StepInput("lora_rows"), rows)
 
 
-def _graph_input(graph: Graph, given: GraphInput, make: Callable[[], Tensor]) -> Node:
-    return add_input(graph, given.name, NodeRecord(input=given), make)
+def _graph_input(graph: Graph, runtime_input: GraphInput, make: Callable[[], Tensor]) -> Node:
+    return add_input(graph, runtime_input.name, NodeRecord(input=runtime_input), make)
 
 
 def _add(
@@ -118,25 +118,25 @@ def _add(
     number: int,
     shape: LoraShape,
 ) -> Fired:
-    graph, found = node.graph, value(x)
+    graph, fake = node.graph, value(x)
     names, widths = tuple(path for path, _ in paths), tuple(width for _, width in paths)
     sizes: dict[str, tuple[int, ...]] = {
-        "lora_a": (shape.adapters, len(widths) * shape.rank, int(found.shape[-1])),
+        "lora_a": (shape.adapters, len(widths) * shape.rank, int(fake.shape[-1])),
         "lora_b": (shape.adapters, shape.rank, int(value(node).shape[-1])),
     }
     weights = [
         _graph_input(
             graph,
-            LoraWeights(number, role, names, widths, size, found.dtype),
-            partial(found.new_empty, size),
+            LoraWeights(number, role, names, widths, size, fake.dtype),
+            partial(fake.new_empty, size),
         )
         for role, size in sizes.items()
     ]
     with graph.inserting_after(node):
-        made = graph.call_function(
+        adapted = graph.call_function(
             ops.lora_linear.overload, (node, x, *weights, rows, list(widths))
         )
-    made.meta.update(inherited([node], node, "lora"))
-    infer(made)
-    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
-    return Fired("lora", node, {"rank": shape.rank, "layers": len(widths)}, set(), [made])
+    adapted.meta.update(inherited([node], node, "lora"))
+    infer(adapted)
+    node.replace_all_uses_with(adapted, delete_user_cb=lambda user: user is not adapted)
+    return Fired("lora", node, {"rank": shape.rank, "layers": len(widths)}, set(), [adapted])

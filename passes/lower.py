@@ -94,10 +94,10 @@ def _call_kernel(
                 set_record(part, NodeRecord(kernel=kernel.provider))
         if kernel.shared is not None:
             constants = kernel.shared.constants(**arguments_of(node, op))
-            given = (*map(arguments.get, kernel.shared.inputs), *constants)
-            key = (kernel.shared.function, *given)
+            operands = (*map(arguments.get, kernel.shared.inputs), *constants)
+            key = (kernel.shared.function, *operands)
             if key not in shared:
-                shared[key] = graph.call_function(kernel.shared.function, given)
+                shared[key] = graph.call_function(kernel.shared.function, operands)
                 set_record(shared[key], NodeRecord(kernel=kernel.provider))
             added["shared"] = shared[key]
     node.target = kernel.function
@@ -105,12 +105,12 @@ def _call_kernel(
         node.args, node.kwargs = (), {**arguments, **added}
 
 
-def _plain(given: Argument) -> Attribute:
-    assert given is None or isinstance(given, int | str | torch.dtype)
-    return given
+def _plain(attribute: Argument) -> Attribute:
+    assert attribute is None or isinstance(attribute, int | str | torch.dtype)
+    return attribute
 
 
 def _bytes_of_results(node: Node) -> int:
-    made = value(node)
-    results = [made] if isinstance(made, torch.Tensor) else made
+    fake = value(node)
+    results = [fake] if isinstance(fake, torch.Tensor) else fake
     return sum(int(each.nbytes) for each in results)

@@ -45,8 +45,8 @@ def reinplace_calls(graph: Graph) -> list[Fired]:
         graph.erase_node(chain.copy)
     for call in dict.fromkeys(call for chain in chains for call in chain.calls):
         bases = [targets.get(base, base) for base in _bases(call)]
-        made = _call_directly(graph, call, bases)
-        fired += [Fired("reinplace", made, {"input": base.name}) for base in bases]
+        direct = _call_directly(graph, call, bases)
+        fired += [Fired("reinplace", direct, {"input": base.name}) for base in bases]
     return fired
 
 
@@ -54,7 +54,7 @@ def _independent(chains: Sequence[_Chain]) -> Sequence[_Chain]:
     """The chains whose calls write to nothing but the inputs of these chains."""
     while True:
         written = {result for chain in chains for result in chain.results}
-        kept = [
+        closed = [
             chain
             for chain in chains
             if all(
@@ -62,9 +62,9 @@ def _independent(chains: Sequence[_Chain]) -> Sequence[_Chain]:
                 for call in chain.calls
             )
         ]
-        if len(kept) == len(chains):
+        if len(closed) == len(chains):
             return chains
-        chains = kept
+        chains = closed
 
 
 def _chains(graph: Graph) -> Iterator[_Chain]:
@@ -106,12 +106,12 @@ def _reads_in_order(
 
 def _readers(graph: Graph) -> dict[Node, set[Node]]:
     """The nodes that read each node or a view of it."""
-    found: dict[Node, set[Node]] = {node: set() for node in graph.nodes}
+    readers: dict[Node, set[Node]] = {node: set() for node in graph.nodes}
     for node in graph.nodes:
         for operand in node.all_input_nodes:
-            found[operand].add(node)
-            found[storage(operand)].add(node)
-    return found
+            readers[operand].add(node)
+            readers[storage(operand)].add(node)
+    return readers
 
 
 def _writes_directly(result: Node) -> bool:
@@ -130,7 +130,7 @@ def _writes_directly(result: Node) -> bool:
 
 def _is_only_base(old: Node, call: Node) -> bool:
     """Whether the call reads this value only as one of its bases, and once."""
-    other = {key: given for key, given in call.kwargs.items() if key != "_all_bases"}
+    other = {key: argument for key, argument in call.kwargs.items() if key != "_all_bases"}
     operands: list[Node] = []
     map_arg(other, operands.append)
     return _bases(call).count(old) == 1 and all(storage(node) is not old for node in operands)
@@ -176,7 +176,7 @@ def _call_directly(graph: Graph, call: Node, bases: Sequence[Node]) -> Node:
     op, num_outputs = call.args[0], _num_outputs(call)
     assert isinstance(op, torch._ops.OpOverload)
     with graph.inserting_before(call):
-        given = {
+        arguments = {
             argument.name: (
                 _view(graph, call, f"_{argument.name}", bases)
                 if argument.alias_info is not None and argument.alias_info.is_write
@@ -184,22 +184,22 @@ def _call_directly(graph: Graph, call: Node, bases: Sequence[Node]) -> Node:
             )
             for argument in op._schema.arguments
         }
-        made = graph.call_function(op, (), given)
+        direct = graph.call_function(op, (), arguments)
     results = call.meta["val"][:num_outputs]
     single = len(op._schema.returns) < 2
-    made.meta.update(call.meta, val=results[0] if single else tuple(results))
+    direct.meta.update(call.meta, val=results[0] if single else tuple(results))
     for reader in list(call.users):
         number = _number(reader)
         if number >= num_outputs:
             reader.replace_all_uses_with(bases[number - num_outputs])
         elif single:
-            reader.replace_all_uses_with(made)
+            reader.replace_all_uses_with(direct)
         else:
-            reader.args = (made, number)
+            reader.args = (direct, number)
             continue
         graph.erase_node(reader)
     graph.erase_node(call)
-    return made
+    return direct
 
 
 def _view(graph: Graph, call: Node, prefix: str, bases: Sequence[Node]) -> Node | None:

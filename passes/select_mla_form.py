@@ -66,8 +66,8 @@ def _halves(before: Node, weight: Node, heads: int, nope: int) -> _Halves:
 
 
 def _absorbed(node: Node, context: Context) -> Fired:
-    given = ops.mla_paged_attention.signature.bind(*node.args, **node.kwargs).arguments
-    q, weight, cache = (_node(given.pop(name)) for name in ("q", "weight", "kv_cache"))
+    arguments = ops.mla_paged_attention.signature.bind(*node.args, **node.kwargs).arguments
+    q, weight, cache = (_node(arguments.pop(name)) for name in ("q", "weight", "kv_cache"))
     latent = value(weight).shape[-1]
     rotated = value(cache).shape[-1] - latent
     nope = value(q).shape[-1] - rotated
@@ -89,10 +89,12 @@ def _absorbed(node: Node, context: Context) -> Fired:
         ]
         parts[0] = insert(node, ops.linear_by_head.overload, parts[0], halves.w_uk)
         q = insert(node, aten.cat.default, parts, -1)
-    attended = insert(node, ops.mla_absorbed_attention.overload, q, cache, latent=latent, **given)
-    made = insert(node, ops.linear_by_head.overload, attended, halves.w_uv)
-    replace(node, made)
-    return Fired("select_mla_form", node, {}, {node}, [attended, made])
+    attended = insert(
+        node, ops.mla_absorbed_attention.overload, q, cache, latent=latent, **arguments
+    )
+    values = insert(node, ops.linear_by_head.overload, attended, halves.w_uv)
+    replace(node, values)
+    return Fired("select_mla_form", node, {}, {node}, [attended, values])
 
 
 def _only_writer(q: Node) -> Node | None:
@@ -160,11 +162,11 @@ def _is_served(
     """
     assert context.first is not None
     q_nope, *rest = writer.args
-    given = (q_nope, w_uk, scale, *rest)
+    operands = (q_nope, w_uk, scale, *rest)
     fused = insert(
         writer,
         ops.bmm_rope_kv_write.overload,
-        *given,
+        *operands,
         **writer.kwargs,
         scheme=scheme,
         dtype=codes,
@@ -174,6 +176,6 @@ def _is_served(
     return kernel is not None and not kernel.syncs
 
 
-def _node(given: Argument) -> Node:
-    assert isinstance(given, Node)
-    return given
+def _node(argument: Argument) -> Node:
+    assert isinstance(argument, Node)
+    return argument

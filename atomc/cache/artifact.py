@@ -105,18 +105,18 @@ def reference(item: Any) -> Reference:
             for field, function in _functions_of(kernel):
                 if function is item:
                     return ("kernel", op.name, kernel.provider, _full_name(kernel.function), field)
-    found: Reference = (
+    by_name: Reference = (
         "name",
         getattr(item, "__module__", None) or "builtins",
         getattr(item, "__qualname__", ""),
     )
     try:
-        same = resolve(found) is item
+        same = resolve(by_name) is item
     except (ImportError, AttributeError):
         same = False
     if not same:
         raise Uncacheable(f"{item!r} cannot be found by its name in another process")
-    return found
+    return by_name
 
 
 def resolve(name: Reference) -> Any:

@@ -93,13 +93,19 @@ class Dispatch:
         """A callable that computes the number of tokens and calls the function of that range."""
         count = eval(f"lambda {', '.join(self.symbols)}: {self.count}", {"__builtins__": {}})
 
-        def size(given: Input, dim: int | None) -> Input:
-            return given.shape[dim] if isinstance(given, Tensor) and dim is not None else given
+        def size(argument: Input, dim: int | None) -> Input:
+            return (
+                argument.shape[dim]
+                if isinstance(argument, Tensor) and dim is not None
+                else argument
+            )
 
         def call(*args: Input) -> Outputs:
             number = count(*[size(args[i], dim) for i, dim in self.where])
-            chosen = max((k for k, start in enumerate(self.starts) if start <= number), default=0)
-            return callables[chosen](*args)
+            number_of_range = max(
+                (k for k, start in enumerate(self.starts) if start <= number), default=0
+            )
+            return callables[number_of_range](*args)
 
         return call
 
@@ -214,12 +220,12 @@ def _prepared_input(
     extra: Extra, number: Mapping[str, int], packed: Mapping[str, PackedInput]
 ) -> PreparedInput:
     """A prepared weight, of inputs and packed weights of these numbers."""
-    given = tuple(None if name is None else number[name] for name in extra.weights)
+    weights = tuple(None if name is None else number[name] for name in extra.weights)
     names = [name for name in extra.weights if name is not None]
     consists_of = [packed.get(name, PackedInput((name,))) for name in names]
     parts = tuple(number[part] for one in consists_of for part in one.parts)
     return PreparedInput(
-        given, parts, extra.function, extra.attributes, extra.bytes, extra.keeps_original
+        weights, parts, extra.function, extra.attributes, extra.bytes, extra.keeps_original
     )
 
 

@@ -113,7 +113,7 @@ def _machine(platform: Platform) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    found = {
+    versions = {
         "torch": f"{torch.__version__} ({torch.version.git_version})",
         "Python": sys.version.split(" ")[0],
         "CUDA": str(torch.version.cuda),
@@ -121,10 +121,10 @@ def _versions() -> dict[str, str]:
     }
     for name in ("atomc", "triton", "amd-aiter", "zentorch", "fla-core"):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
+            versions[name] = "none"
+    return versions
 
 
 def _settings() -> dict[str, str]:
@@ -182,8 +182,8 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def _functions(added: "Pass") -> list[types.FunctionType]:
-    found = [item for rewrite in added.rewrites for item in vars(rewrite).values()]
-    return [item for item in [added.run, *found] if inspect.isfunction(item)]
+    values = [item for rewrite in added.rewrites for item in vars(rewrite).values()]
+    return [item for item in [added.run, *values] if inspect.isfunction(item)]
 
 
 @functools.cache

@@ -47,31 +47,31 @@ def of_graph(gm: GraphModule) -> CompiledFunction:
     )
 
 
-def of_pieces(whole: GraphModule, pieces: Mapping[str, CompiledFunction]) -> CompiledFunction:
+def of_pieces(gm: GraphModule, pieces: Mapping[str, CompiledFunction]) -> CompiledFunction:
     """The function that FX generates for a graph that calls these functions instead of
     submodules.
     """
-    labels = labels_of(whole.graph) | {name: f"{_place(whole, name)}: glue" for name in pieces}
+    labels = labels_of(gm.graph) | {name: f"{_place(gm, name)}: glue" for name in pieces}
     for name, piece in pieces.items():
         # The generated code calls self.<name>; a plain function avoids the overhead of
         # nn.Module.__call__.
-        del whole._modules[name]
-        whole.__dict__[name] = piece.call
+        del gm._modules[name]
+        gm.__dict__[name] = piece.call
     return CompiledFunction(
-        whole.forward,
-        lambda: _python(whole, pieces, labels),
-        lambda: _with_ranges_of(whole, pieces, labels),
+        gm.forward,
+        lambda: _python(gm, pieces, labels),
+        lambda: _with_ranges_of(gm, pieces, labels),
     )
 
 
-def _place(whole: GraphModule, piece: str) -> str:
+def _place(gm_of_pieces: GraphModule, piece: str) -> str:
     """The path of the first module in a piece."""
-    gm = whole.get_submodule(piece)
+    gm = gm_of_pieces.get_submodule(piece)
     assert isinstance(gm, GraphModule)
-    found = [
+    paths = [
         label_of(node).partition(": ")[0] for node in gm.graph.nodes if node.op == "call_function"
     ]
-    return next((path for path in found if path != "-"), "-")
+    return next((path for path in paths if path != "-"), "-")
 
 
 def _with_ranges_of(
@@ -112,14 +112,14 @@ def _python(
     used = set(_global_names(compile(generated.src, "<atomc cache>", "exec")))
     constants = {}
     for node in gm.graph.find_nodes(op="get_attr"):
-        found = operator.attrgetter(str(node.target))(gm)
-        if type(found) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or isinstance(
-            found, FakeTensor
+        constant = operator.attrgetter(str(node.target))(gm)
+        if type(constant) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or isinstance(
+            constant, FakeTensor
         ):
-            raise Uncacheable(f"{node.target} in the graph is a {type(found).__name__}")
+            raise Uncacheable(f"{node.target} in the graph is a {type(constant).__name__}")
         if "." in str(node.target):
             raise Uncacheable(f"{node.target} is in a submodule")
-        constants[str(node.target)] = found.detach()
+        constants[str(node.target)] = constant.detach()
     unique = list({id(piece): piece for piece in pieces.values()}.values())
     return {
         "kind": "python",

@@ -69,11 +69,11 @@ class GraphCache:
         """
         if self.lookup is None:
             return None
-        found = self.lookup.load(self.report, self._mismatch)
+        loaded = self.lookup.load(self.report, self._mismatch)
         self.report.cached = self.lookup.outcome
-        if found is None:
+        if loaded is None:
             return None
-        compiled, self.entry = found
+        compiled, self.entry = loaded
         self.report.phases["cache"] = self.lookup.seconds
         record_start(self.options, self.report)
         return compiled, list(self.entry["written"])

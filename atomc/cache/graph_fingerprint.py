@@ -86,14 +86,14 @@ def _describe(gm: GraphModule, lines: list[str], places: list[str]) -> None:
 
 
 def _attribute(gm: GraphModule, node: Node, lines: list[str], places: list[str]) -> str:
-    found = operator.attrgetter(str(node.target))(gm)
-    if isinstance(found, GraphModule):
+    constant = operator.attrgetter(str(node.target))(gm)
+    if isinstance(constant, GraphModule):
         lines.append("{")
-        _describe(found, lines, places)
+        _describe(constant, lines, places)
         return "}"
-    if type(found) in PLAIN_TENSORS and not found.is_meta:
-        return f"{tensor_layout(found)} {digest_of_values(found)}"
-    raise Uncacheable(f"{node.target} in the graph is a {type(found).__name__}")
+    if type(constant) in PLAIN_TENSORS and not constant.is_meta:
+        return f"{tensor_layout(constant)} {digest_of_values(constant)}"
+    raise Uncacheable(f"{node.target} in the graph is a {type(constant).__name__}")
 
 
 def _target(target: Target) -> str:
@@ -105,14 +105,14 @@ def _target(target: Target) -> str:
     owner = getattr(target, "__objclass__", target)  # methods of C have no module
     module = getattr(owner, "__module__", None)
     name = f"{module or ''}.{qualname}"
-    known = (module or "torch").partition(".")[0] in (
+    is_from_library = (module or "torch").partition(".")[0] in (
         "torch",
         "_operator",
         "builtins",
         "math",
         "einops",
     )
-    return name if known else f"{name} {source_of(target)}"
+    return name if is_from_library else f"{name} {source_of(target)}"
 
 
 def _spell(item: Argument) -> str:

@@ -279,13 +279,13 @@ def _instructions(code: types.CodeType) -> tuple[object, ...]:
 @functools.cache
 def _names_in(code: types.CodeType) -> frozenset[str]:
     """The names and texts in code, and in the functions inside it."""
-    found = set(code.co_names)
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, str):
-            found.add(constant)
+            names.add(constant)
         elif isinstance(constant, types.CodeType):
-            found |= _names_in(constant)
-    return frozenset(found)
+            names |= _names_in(constant)
+    return frozenset(names)
 
 
 def _imported(name: str, package: str) -> Iterator[str]:

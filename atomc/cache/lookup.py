@@ -89,10 +89,10 @@ class CacheLookup:
             return None
         try:
             with outside_of_tracing():
-                made = data()
-                check_plain(made)
-                self.entry.write(made)
-            return made
+                content = data()
+                check_plain(content)
+                self.entry.write(content)
+            return content
         except (Uncacheable, TypeError, OSError) as error:
             self.outcome = replace(self.outcome, not_kept=str(error))
             return None

@@ -83,10 +83,10 @@ class ModelCache:
             return None
 
         report = Report(type(self.model).__name__)
-        found = self.lookup.load(report, mismatch)
-        if found is None:
+        loaded = self.lookup.load(report, mismatch)
+        if loaded is None:
             return None
-        compiled, data = found
+        compiled, data = loaded
         report.model, report.cached = data["model"], self.lookup.outcome
         report.phases["cache"] = self.seconds + self.lookup.seconds
         record_start(self.options, report)
@@ -123,14 +123,14 @@ class ModelCache:
         if entry["guards"] is not None:
             raise Uncacheable("it was compiled under size guards")
         paths = {id(tensor): path for tensor, path in reversed(named_tensors(self.model))}
-        found: list[str | None] = []
-        for source, given in zip(traced.sources, traced.inputs, strict=True):
-            if given is None:
-                found.append(None)
-            elif isinstance(given, Tensor) and id(given) in paths:
-                found.append(paths[id(given)])
+        places: list[str | None] = []
+        for source, tensor in zip(traced.sources, traced.inputs, strict=True):
+            if tensor is None:
+                places.append(None)
+            elif isinstance(tensor, Tensor) and id(tensor) in paths:
+                places.append(paths[id(tensor)])
             else:
                 raise Uncacheable(
                     f"its graph reads {source}, which is neither a parameter nor a buffer"
                 )
-        return found
+        return places

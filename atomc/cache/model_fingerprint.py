@@ -379,8 +379,10 @@ def _check_known(where: str, kind: type, hooks: Sequence[tuple[str, object]]) ->
     for name, hook in hooks:
         if not _is_ours(type(hook)):
             raise Uncacheable(f"{where} has a hook ({name})")
-    known = _is_ours(kind) or in_library(kind.__module__) or kind.__module__.startswith("torch.nn.")
-    if not known:
+    is_library_code = (
+        _is_ours(kind) or in_library(kind.__module__) or kind.__module__.startswith("torch.nn.")
+    )
+    if not is_library_code:
         raise Uncacheable(
             f"{where} is a {class_name(kind)}, a class outside atomc, transformers and torch.nn"
         )

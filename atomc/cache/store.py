@@ -129,12 +129,12 @@ def last_start(options: Options) -> list[StartRecord]:
     """The graphs of the last process that used the cache, in order, without lines that cannot be
     read.
     """
-    found = []
+    records = []
     with contextlib.suppress(OSError):
         for line in (options.cache_folder / _STARTS).read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError):
-                found.append(StartRecord(**json.loads(line)))
-    return [start for start in found if start.process == found[-1].process]
+                records.append(StartRecord(**json.loads(line)))
+    return [start for start in records if start.process == records[-1].process]
 
 
 class Entry(Generic[Data]):
@@ -161,12 +161,12 @@ class Entry(Generic[Data]):
         if head != _header(rest):
             raise DamagedEntry("its checksum is wrong")
         try:
-            found: Data = torch.load(io.BytesIO(rest.partition(b"\n")[2]), weights_only=True)
+            data: Data = torch.load(io.BytesIO(rest.partition(b"\n")[2]), weights_only=True)
         except Exception as error:  # data that was not written here can raise anything
             raise DamagedEntry(f"{type(error).__name__}: {error}") from error
         with contextlib.suppress(OSError):
             os.utime(self.path)
-        return found
+        return data
 
     def write(self, data: Data) -> None:
         """Store the data, and evict the least recently used entries beyond the size limit. Raises
@@ -175,17 +175,17 @@ class Entry(Generic[Data]):
         buffer = io.BytesIO()
         torch.save(data, buffer)
         rest = json.dumps(self.parts).encode() + b"\n" + buffer.getvalue()
-        whole = _header(rest) + b"\n" + rest
-        if len(whole) > self.options.cache_size:
+        content = _header(rest) + b"\n" + rest
+        if len(content) > self.options.cache_size:
             raise OSError(
-                f"the entry has {len(whole)} bytes, the limit of the cache is "
+                f"the entry has {len(content)} bytes, the limit of the cache is "
                 f"{self.options.cache_size}"
             )
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = untrusted(self.folder)
         if reason:
             raise PermissionError(reason)
-        write_atomically(self.path, whole, mode=0o600)
+        write_atomically(self.path, content, mode=0o600)
         self._evict()
 
     def delete(self) -> None:
@@ -212,9 +212,9 @@ class Entry(Generic[Data]):
         return "; ".join(differences(nearest[1], self.parts)) or "the entry was deleted"
 
     def _evict(self) -> None:
-        found = sorted(_entries(self.folder), key=lambda entry: entry[1])
-        total = sum(size for _, _, size in found)
-        for path, _, size in found:
+        oldest_first = sorted(_entries(self.folder), key=lambda entry: entry[1])
+        total = sum(size for _, _, size in oldest_first)
+        for path, _, size in oldest_first:
             if total <= self.options.cache_size:
                 break
             if path != self.path:

@@ -85,11 +85,11 @@ def _unsupported(why: str) -> NotImplementedError:
     )
 
 
-def _local_input(given: Input) -> Input:
-    if not is_dtensor(given):
-        return given
-    local = local_tensor(given)
-    if isinstance(given, nn.Parameter):
+def _local_input(argument: Input) -> Input:
+    if not is_dtensor(argument):
+        return argument
+    local = local_tensor(argument)
+    if isinstance(argument, nn.Parameter):
         mark_as_parameter(local)
     return local
 
@@ -106,14 +106,14 @@ class _OfProcess:
         self.returns_dtensors = any(like is not None for like in outputs)
 
     def __call__(self, *args: Input) -> Outputs:
-        given = [args[i] for i in self.kept]
-        found = self.call(*[local_tensor(x) if is_dtensor(x) else x for x in given])
+        inputs = [args[i] for i in self.kept]
+        outputs = self.call(*[local_tensor(x) if is_dtensor(x) else x for x in inputs])
         if not self.returns_dtensors:
-            return found
-        assert isinstance(found, Sequence)
+            return outputs
+        assert isinstance(outputs, Sequence)
         return [
             with_local(like, local) if is_dtensor(like) and isinstance(local, Tensor) else local
-            for like, local in zip(self.outputs, found, strict=True)
+            for like, local in zip(self.outputs, outputs, strict=True)
         ]
 
 
@@ -151,21 +151,21 @@ class _Conversion:
         self.gm.graph = graph
 
     def _add_input(self, number: int, node: Node) -> None:
-        fake, given = node.meta.get("example_value"), self.inputs[number]
-        if not (given is None or isinstance(given, Tensor | int | float | torch.SymInt)):
-            self.values[node] = given  # a DeviceMesh or a group, which only DTensor reads
+        fake, argument = node.meta.get("example_value"), self.inputs[number]
+        if not (argument is None or isinstance(argument, Tensor | int | float | torch.SymInt)):
+            self.values[node] = argument  # a DeviceMesh or a group, which only DTensor reads
             return
         self.kept.append(number)
-        made = self.copies[node] = self.tracer.graph.node_copy(node)
-        made._dynamo_source = getattr(node, "_dynamo_source", None)
+        copy = self.copies[node] = self.tracer.graph.node_copy(node)
+        copy._dynamo_source = getattr(node, "_dynamo_source", None)
         if is_dtensor(fake):
             local = local_tensor(fake)
             self.values[node] = fake
-            self.tracer.track(local, made)
-            made.meta = {**made.meta, "example_value": local}
-            made.meta.pop("grapharg", None)
+            self.tracer.track(local, copy)
+            copy.meta = {**copy.meta, "example_value": local}
+            copy.meta.pop("grapharg", None)
         elif isinstance(fake, torch.SymInt):
-            self.tracer.track(fake, made)
+            self.tracer.track(fake, copy)
 
     def _add_output(self, node: Node) -> None:
         returned = node.args[0]
@@ -179,8 +179,8 @@ class _Conversion:
                 raise _unsupported(
                     "the graph returns a DTensor of a dynamic size, not a local tensor"
                 )
-        made = self.tracer.graph.output(map_arg(node.args[0], self._local_node))
-        made.meta = dict(node.meta)
+        output = self.tracer.graph.output(map_arg(node.args[0], self._local_node))
+        output.meta = dict(node.meta)
 
     def _add(self, node: Node) -> None:
         over_dtensors = any(x in self.values for x in node.all_input_nodes)
@@ -201,15 +201,15 @@ class _Conversion:
             self.copies[node] = computed
 
     def _copy(self, node: Node) -> Node:
-        made = self.tracer.graph.create_node(
+        copy = self.tracer.graph.create_node(
             node.op,
             node.target,
             map_arg(node.args, self._local_node),
             map_arg(node.kwargs, self._local_node),
             node.name,
         )
-        made.meta = dict(node.meta)
-        return made
+        copy.meta = dict(node.meta)
+        return copy
 
     def _local_node(self, node: Node) -> Any:
         """What computes the local value of a node: another node, or a constant."""
@@ -218,8 +218,8 @@ class _Conversion:
         value = self.values[node]
         if is_dtensor(value):
             value = local_tensor(value)
-        found = self.tracer.node_of(value)
-        return value if found is None else found
+        local = self.tracer.node_of(value)
+        return value if local is None else local
 
     def _value(self, node: Node) -> Any:
         if node in self.values:
@@ -233,10 +233,10 @@ class _Conversion:
         with self.tracer.recording():
             result = _called(node, args, kwargs)
         origin = {key: node.meta[key] for key in _ORIGIN if key in node.meta}
-        for made in reversed(self.tracer.graph.nodes):
-            if made is before:
+        for operation in reversed(self.tracer.graph.nodes):
+            if operation is before:
                 break
-            made.meta = {**origin, "example_value": made.meta.get("val")}
+            operation.meta = {**origin, "example_value": operation.meta.get("val")}
         return result
 
     def _whole_call(self, node: Node) -> Any:
@@ -257,9 +257,9 @@ class _Conversion:
         if result is None:
             return None
         local = local_tensor(result)
-        made = self._copy(node)
-        made.meta["example_value"] = local
-        self.tracer.track(local, made)
+        copy = self._copy(node)
+        copy.meta["example_value"] = local
+        self.tracer.track(local, copy)
         return result
 
 
@@ -303,11 +303,11 @@ def _equal_locally(tracer: Tracer, node: Node, args: Any, kwargs: Any) -> Any:
         return None
     if not is_dtensor(result) or is_dtensor(plain) or not isinstance(plain, Tensor):
         return None
-    known: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     computed, alone = trial.node_of(local_tensor(result)), trial.node_of(plain)
     if computed is None or alone is None or _writes(trial):
         return None
-    same = _expression(computed, known) == _expression(alone, known)
+    same = _expression(computed, sizes) == _expression(alone, sizes)
     return result if same else None
 
 

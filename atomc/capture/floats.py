@@ -16,11 +16,11 @@ def restore_float_constants(gm: GraphModule, floats: dict[int, float]) -> None:
     the result of `item` on it, and as a constant. If calls of one region pass different values, all
     regions are inlined.
     """
-    known = _float_values(gm, floats)
+    values_by_node = _float_values(gm, floats)
 
     def constant(operand: Argument) -> float | None:
         if isinstance(operand, Node):
-            return known.get(operand)
+            return values_by_node.get(operand)
         return operand if isinstance(operand, float) else None
 
     everywhere = regions_of(gm)
@@ -30,7 +30,7 @@ def restore_float_constants(gm: GraphModule, floats: dict[int, float]) -> None:
         for same in _operands(calls)
     ):
         inline_floats(gm)
-        known, everywhere = _float_values(gm, floats), {}
+        values_by_node, everywhere = _float_values(gm, floats), {}
     for name, calls in everywhere.items():
         body = region(gm, name)
         values = [constant(same[0]) for same in _operands(calls)]
@@ -39,10 +39,10 @@ def restore_float_constants(gm: GraphModule, floats: dict[int, float]) -> None:
                 _make_constant(placeholder, value)
                 body.graph.erase_node(placeholder)
         for call in calls:
-            kept = (x for x, value in zip(call.args[2:], values, strict=True) if value is None)
-            call.args = (*call.args[:2], *kept)
+            others = (x for x, value in zip(call.args[2:], values, strict=True) if value is None)
+            call.args = (*call.args[:2], *others)
         _fold_item_calls(body)
-    for node, value in known.items():
+    for node, value in values_by_node.items():
         if node.op == "placeholder":
             _make_constant(node, value)
     _fold_item_calls(gm)
@@ -71,10 +71,12 @@ def _operands(calls: list[Node]) -> list[tuple[Argument, ...]]:
 def _float_values(gm: GraphModule, floats: dict[int, float]) -> dict[Node, float]:
     """The inputs, and the `item` nodes on them, with their values."""
     placeholders = gm.graph.find_nodes(op="placeholder")
-    known: dict[Node, float] = {placeholders[number]: value for number, value in floats.items()}
-    return known | {
+    values_by_node: dict[Node, float] = {
+        placeholders[number]: value for number, value in floats.items()
+    }
+    return values_by_node | {
         reader: value
-        for node, value in known.items()
+        for node, value in values_by_node.items()
         for reader in node.users
         if _reads_number(reader)
     }

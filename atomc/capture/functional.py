@@ -86,8 +86,8 @@ def capture(dynamo: GraphModule, example_inputs: Sequence[Input]) -> CapturedGra
         if not hasattr(node, "_dynamo_source"):
             node._dynamo_source = None
     fakes = [
-        node.meta.get("example_value", given)
-        for node, given in zip(placeholders, example_inputs, strict=True)
+        node.meta.get("example_value", argument)
+        for node, argument in zip(placeholders, example_inputs, strict=True)
     ]
     mode = fake_mode_of(dynamo.graph)
     if mode is not None:
@@ -106,10 +106,10 @@ def capture(dynamo: GraphModule, example_inputs: Sequence[Input]) -> CapturedGra
             "the graph writes an input that shares memory with another: AOTAutograd computes both "
             "from one base, which atomc does not support; pass tensors of their own memory"
         )
-    for node, from_dynamo, given in zip(inputs, placeholders, example_inputs, strict=True):
+    for node, from_dynamo, argument in zip(inputs, placeholders, example_inputs, strict=True):
         float_input = None
-        if from_dynamo in floats and given is not None:
-            float_input = FloatInput(from_dynamo, float(given))
+        if from_dynamo in floats and argument is not None:
+            float_input = FloatInput(from_dynamo, float(argument))
         name, dim = argument_of(from_dynamo) or ("", None)
         record = NodeRecord(
             source=source_name(from_dynamo),

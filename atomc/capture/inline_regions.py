@@ -67,9 +67,9 @@ def _source(call: Node) -> Node:
 
 def region(gm: GraphModule, name: str) -> GraphModule:
     """The region of that name."""
-    found = gm.get_submodule(name)
-    assert isinstance(found, GraphModule)
-    return found
+    body = gm.get_submodule(name)
+    assert isinstance(body, GraphModule)
+    return body
 
 
 class RegionCall(NamedTuple):
@@ -169,20 +169,20 @@ class TracedRegions:
         """(a copy of the functional graph with all inputs, input of Dynamo's graph -> its
         input).
         """
-        whole = Graph()
-        kept = dict(zip(self.kept, graph.find_nodes(op="placeholder"), strict=True))
-        inputs = {node: whole.placeholder(f"arg{i}_1") for i, node in enumerate(self.inputs)}
-        copies = {kept[i]: inputs[self.inputs[i]] for i in self.kept}
-        for node, made in copies.items():
-            made.meta = node.meta
+        copy = Graph()
+        inputs_by_number = dict(zip(self.kept, graph.find_nodes(op="placeholder"), strict=True))
+        inputs = {node: copy.placeholder(f"arg{i}_1") for i, node in enumerate(self.inputs)}
+        copies = {inputs_by_number[i]: inputs[self.inputs[i]] for i in self.kept}
+        for node, new_input in copies.items():
+            new_input.meta = node.meta
         mode = fake_mode_of(graph)
         with outside_of_tracing():
             for i in set(range(len(self.inputs))) - set(self.kept):
                 inputs[self.inputs[i]].meta["val"] = _fake_like(_tensor(self.inputs[i]), mode)
         for node in graph.nodes:
             if node not in copies:
-                copies[node] = whole.node_copy(node, copies.__getitem__)
-        return whole, inputs
+                copies[node] = copy.node_copy(node, copies.__getitem__)
+        return copy, inputs
 
     def _expand(self, graph: Graph, node: Node, inputs: dict[Node, Node]) -> None:
         number, tensors, sizes = node.args
@@ -192,18 +192,18 @@ class TracedRegions:
             and isinstance(sizes, list | tuple)
         )
         run = self.runs[number]
-        known: dict[Node, Argument] = {
+        values: dict[Node, Argument] = {
             **inputs,
             **dict(zip(run.operands, (*tensors, *sizes), strict=True)),
         }
         for call in run.calls:
             body = self.bodies[call.region]
-            operands = [known[x] if isinstance(x, Node) else x for x in call.operands]
+            operands = [values[x] if isinstance(x, Node) else x for x in call.operands]
             _check_operands(body, operands, call)
-            made = _copy_body(graph, body, node, operands, self.traced[call.region], call.stack)
-            known.update((reader, made[i]) for reader, i in call.results)
+            outputs = _copy_body(graph, body, node, operands, self.traced[call.region], call.stack)
+            values.update((reader, outputs[i]) for reader, i in call.results)
         for reader in list(node.users):
-            replace_uses(reader, known[run.outputs[_output_index(reader)]])
+            replace_uses(reader, values[run.outputs[_output_index(reader)]])
             graph.erase_node(reader)
         graph.erase_node(node)
 
@@ -300,9 +300,9 @@ def inline(gm: GraphModule) -> None:
         sources = {_source(call) for call in calls}
         traced = stack_of(calls[0])
         for call in calls:
-            made = _copy_body(gm.graph, body, call, call.args[2:], traced, stack_of(call))
+            outputs = _copy_body(gm.graph, body, call, call.args[2:], traced, stack_of(call))
             for reader in list(call.users):
-                replace_uses(reader, made[_output_index(reader)])
+                replace_uses(reader, outputs[_output_index(reader)])
                 gm.graph.erase_node(reader)
             gm.graph.erase_node(call)
         for source in sources:
@@ -426,9 +426,9 @@ def _copy_body(
         for node in body.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            copies[node] = made = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy = graph.node_copy(node, copies.__getitem__)
             if "nn_module_stack" in node.meta:
-                made.meta["nn_module_stack"] = moved(node.meta["nn_module_stack"])
+                copy.meta["nn_module_stack"] = moved(node.meta["nn_module_stack"])
     return [copies[output] if isinstance(output, Node) else output for output in _returned(body)]
 
 

@@ -111,11 +111,11 @@ def _find_inputs_and_outputs(layer: RepeatedLayer, sizes: dict[sympy.Symbol, Nod
 
 def _sizes(graph: Graph) -> dict[sympy.Symbol, Node]:
     """Symbol -> the graph input that is this size."""
-    found = {}
+    sizes = {}
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(size := _value(node), torch.SymInt):
-            found[size.node.expr] = node
-    return found
+            sizes[size.node.expr] = node
+    return sizes
 
 
 def _symbols(value: Value) -> Iterator[sympy.Symbol]:

@@ -125,7 +125,7 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
     Modules with a replaced `forward` are excluded: torch 2.13 confuses layers that it calls through
     a bound method.
     """
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     for child in model.children():
         entries = list(child) if isinstance(child, nn.ModuleList) else [child]
         kinds = Counter(map(type, entries))
@@ -134,8 +134,8 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
                 type(entry).forward, types.FunctionType
             )
             repeated = kinds[type(entry)] > 1 and next(entry.parameters(), None) is not None
-            found += [entry] if unmodified and repeated else repeated_layers(entry)
-    return found
+            layers += [entry] if unmodified and repeated else repeated_layers(entry)
+    return layers
 
 
 def mark(layers: Iterable[nn.Module]) -> None:
@@ -162,11 +162,11 @@ def unmark(layers: Iterable[nn.Module]) -> None:
             _marked.discard(layer)
             _left_off.pop(layer, None)
         for kind in _original_forwards.keys() - {type(layer) for layer in _marked}:
-            own = _original_forwards.pop(kind)
-            if own is None:
+            original = _original_forwards.pop(kind)
+            if original is None:
                 del kind.forward
             else:
-                kind.forward = own
+                kind.forward = original
             forget_region(_original_forward(kind))
         _watch_dynamo()
 
@@ -180,11 +180,11 @@ def _watch_dynamo() -> None:
 def _original_forward(kind: type[nn.Module]) -> Forward:
     """The forward that the class defines or inherits, without flag check."""
     for base in kind.__mro__:
-        found = _original_forwards.get(base) or (
+        forward = _original_forwards.get(base) or (
             vars(base).get("forward") if base not in _original_forwards else None
         )
-        if found is not None:
-            return found
+        if forward is not None:
+            return forward
     raise AssertionError(f"{kind.__name__} has no forward")
 
 

@@ -20,9 +20,9 @@ def subclass_reason(gm: GraphModule, example_inputs: Sequence[Input]) -> str | N
     DTensors count as the tensors of this process.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    for node, given in zip(placeholders, example_inputs, strict=True):
-        if is_subclass(given):
-            return f"{_name(node)} is {_described(given)}"
+    for node, argument in zip(placeholders, example_inputs, strict=True):
+        if is_subclass(argument):
+            return f"{_name(node)} is {_described(argument)}"
     for value in _values(gm):
         if is_traceable_wrapper_subclass(value) and not is_dtensor(value):
             return f"the graph makes {_described(value)}"

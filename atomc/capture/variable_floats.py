@@ -216,7 +216,9 @@ def show_as_tensors(graph: Graph, taken: Collection[str]) -> None:
     constants = {*taken, *(name for node, name in readers.items() if not _is_arithmetic(node))}
     if constants:
         float_inputs = [record_of(inputs[name]).float_input for name in constants]
-        raise TraceAgain([given.placeholder for given in float_inputs if given is not None])
+        raise TraceAgain(
+            [float_input.placeholder for float_input in float_inputs if float_input is not None]
+        )
     for node, name in readers.items():
         first = node.args[0]
         assert isinstance(first, Node)

@@ -54,8 +54,8 @@ def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
     """
     inputs = list(piece.graph.find_nodes(op="placeholder"))
     sizes = [size for node in inputs for size in _sizes(node)]
-    known = {size.node.expr for size in sizes if isinstance(size.node.expr, sympy.Symbol)}
-    missing = {symbol for size in sizes for symbol in size.node.expr.free_symbols} - known
+    bound = {size.node.expr for size in sizes if isinstance(size.node.expr, sympy.Symbol)}
+    missing = {symbol for size in sizes for symbol in size.node.expr.free_symbols} - bound
     if not missing:
         return
     for symbol in sorted(missing, key=str):

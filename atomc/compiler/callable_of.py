@@ -48,14 +48,14 @@ def callable_of(
     with floats_stay_inputs(fake_mode_of(gm.graph)):
         built = build(gm, example_inputs, context, report, floats)
     weights = weight_inputs(built.compiled, report.notes)
-    made = built.wrap(with_weights(built.compiled, weights, example_inputs, report.notes))
+    function = built.wrap(with_weights(built.compiled, weights, example_inputs, report.notes))
     report.treated = True
     contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:
         return Graphed(
-            made, built.written, report.notes, report.cuda_graphs, settle=weights.refresh_packed
+            function, built.written, report.notes, report.cuda_graphs, settle=weights.refresh_packed
         )
-    return made
+    return function
 
 
 def wants_cuda_graphs(options: Options) -> bool:

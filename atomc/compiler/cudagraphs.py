@@ -126,8 +126,8 @@ class Graphed:
         # A default device is a mode that each call of a tensor's method would pass through.
         with without_torch_functions():
             key = tuple([_kind(args[i]) for i in self.copied])
-            known = key in self.captured and self._fits(self.captured[key], args)
-        entry = self.captured[key] if known else self._new_entry(key, args)
+            is_captured = key in self.captured and self._fits(self.captured[key], args)
+        entry = self.captured[key] if is_captured else self._new_entry(key, args)
         if entry is None:
             return self.call(*args)
         with without_torch_functions():
@@ -207,8 +207,8 @@ def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        for kept, tensor in zip(saved, tensors, strict=True):
-            tensor.copy_(kept)
+        for before, tensor in zip(saved, tensors, strict=True):
+            tensor.copy_(before)
 
 
 @dataclass

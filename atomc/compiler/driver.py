@@ -70,9 +70,9 @@ def build(
     a constant.
     """
     cache = GraphCache(gm, inputs, context, report, floats)
-    found = cache.load()
-    if found is not None:
-        return Built(*found, lambda call: call, cache.entry, cache.key)
+    loaded = cache.load()
+    if loaded is not None:
+        return Built(*loaded, lambda call: call, cache.entry, cache.key)
     captured, compiled = compile_graph(gm, inputs, context, report, floats)
     cache.store(compiled, captured.written, captured.around)
     return Built(compiled, captured.written, captured.wrap, cache.entry, cache.key)
@@ -101,7 +101,7 @@ def compile_graph(
 def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Compiled:
     """Passes, then lowering and glue per range of token counts, of a functional graph."""
     options = context.options
-    chosen, report.off = pipeline.selected(passes.PIPELINE, context)
+    selected, report.off = pipeline.selected(passes.PIPELINE, context)
     if not context.paged:
         report.runtime_only = pipeline.runtime_only(passes.PIPELINE)
     report.optional = [
@@ -120,7 +120,7 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
 
     with timed(report, "passes"):
         show_as_numbers(gm.graph)
-        outcome = pipeline.run(gm, chosen, context, report, observers)
+        outcome = pipeline.run(gm, selected, context, report, observers)
         show_as_tensors(gm.graph, outcome.floats)
     if recorder:
         recorder.passes_done()

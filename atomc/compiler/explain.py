@@ -65,18 +65,18 @@ def explain(
     options.
     """
     decide_symbolic_flags()
-    chosen = Options.of(options)
+    parsed = Options.of(options)
     if not args and not kwargs:
         args, kwargs = example_inputs(model)
     where = Platform.named(platform) if isinstance(platform, str) else platform
-    made: list[Report] = []
+    reports: list[Report] = []
 
     def backend(gm: GraphModule, inputs: Sequence[Input]) -> GraphFunction:
         with raised_unwrapped():
-            made.append(_inspect(gm, inputs, chosen, where))
+            reports.append(_inspect(gm, inputs, parsed, where))
         if subclass_reason(gm, inputs):  # of a size that only its class knows
             return runnable(gm, inputs).forward
-        return lambda *given: empty_outputs(gm, given)
+        return lambda *arguments: empty_outputs(gm, arguments)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
@@ -86,14 +86,14 @@ def explain(
             torch.compile(with_fresh_code(call), backend=backend, dynamic=dynamic)(*args, **kwargs)
 
     with torch.no_grad():
-        trace_reported(model, dynamo, made)
-    if not made:
+        trace_reported(model, dynamo, reports)
+    if not reports:
         raise NothingToExplain(
             "explain: Dynamo found no graph in this call; is there a tensor operation in it?"
         )
-    for report in made:
-        publish(report, chosen)
-    return max(made, key=lambda report: len(report.sites))
+    for report in reports:
+        publish(report, parsed)
+    return max(reports, key=lambda report: len(report.sites))
 
 
 def example_inputs(
@@ -156,12 +156,12 @@ def _inspect(
     return report
 
 
-def empty_outputs(gm: GraphModule, given: Sequence[Input]) -> list[Input]:
+def empty_outputs(gm: GraphModule, arguments: Sequence[Input]) -> list[Input]:
     """Zeros with the shapes and dtypes of the graph's outputs, for code that continues after a
     graph break.
     """
     symbols: dict[sympy.Symbol, int] = {}
-    for node, actual in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
+    for node, actual in zip(gm.graph.find_nodes(op="placeholder"), arguments, strict=True):
         fake = node.meta.get("example_value")
         if isinstance(fake, torch.SymInt) and isinstance(actual, int):
             symbols[expression(fake)] = actual

@@ -126,9 +126,9 @@ def _forms(gm: GraphModule, context: Context) -> WeightForms:
     """The forms in which earlier programs of the runtime hold weights; no others are chosen yet."""
     inputs = gm.graph.find_nodes(op="placeholder")
     parameters = {
-        node.name: given
-        for node, given in zip(inputs, context.inputs, strict=False)
-        if isinstance(given, nn.Parameter)
+        node.name: parameter
+        for node, parameter in zip(inputs, context.inputs, strict=False)
+        if isinstance(parameter, nn.Parameter)
     }
     for node in inputs:
         if (packed := record_of(node).packed) and packed.parts[0] in parameters:
@@ -137,7 +137,7 @@ def _forms(gm: GraphModule, context: Context) -> WeightForms:
         context.platform,
         owned=context.owned,
         earlier={
-            name: tuple(made.prepare for made in location_of(parameter).prepared.values())
+            name: tuple(weight.prepare for weight in location_of(parameter).prepared.values())
             for name, parameter in parameters.items()
             if is_freed(parameter)
         },
@@ -149,7 +149,8 @@ def _preparable(gm: GraphModule, context: Context) -> dict[str, str | None]:
     """Input -> why a kernel may not keep a prepared copy of it, or None."""
     inputs = gm.graph.find_nodes(op="placeholder")
     weights = {
-        node.name: unpreparable(given) for node, given in zip(inputs, context.inputs, strict=False)
+        node.name: unpreparable(argument)
+        for node, argument in zip(inputs, context.inputs, strict=False)
     }
     written = {storage(target).name for node in gm.graph.nodes for target in mutated(node)}
     weights |= dict.fromkeys(written, "the graph writes it in each call")

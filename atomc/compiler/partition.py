@@ -59,18 +59,18 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Comp
     _gather_parts(gm.graph)
     number = _piece_numbers(gm)
     copy_numbers(gm.graph, number)
-    whole = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
+    split = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
     compiled: dict[Hashable, CompiledFunction] = {}
     functions: dict[str, CompiledFunction] = {}
     count = 0
-    for name, piece in list(whole.named_children()):
+    for name, piece in list(split.named_children()):
         if not isinstance(piece, GraphModule):
             continue
         if not worth_compiling(piece):
             functions[name] = of_graph(piece)
             continue
-        (call,) = whole.graph.find_nodes(op="call_module", target=name)
-        bind_sizes(whole, piece, call)
+        (call,) = split.graph.find_nodes(op="call_module", target=name)
+        bind_sizes(split, piece, call)
         count += 1
         # Equal pieces that write may differ in the aliases of their inputs.
         key = name if _writes(piece) else structural_hash(piece)
@@ -79,7 +79,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Comp
                 piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches
             )
         functions[name] = compiled[key]
-    return of_pieces(whole, functions), f"{count} pieces, {len(compiled)} unique" + _known(loaded)
+    return of_pieces(split, functions), f"{count} pieces, {len(compiled)} unique" + _known(loaded)
 
 
 def _by_inductor(

@@ -132,25 +132,25 @@ def register_pass(added: Pass | Rewrite, *, before: str | None = None) -> Regist
 
     Raises ValueError if a pass of that name exists.
     """
-    made = rewriting(added) if isinstance(added, Rewrite) else added
-    if any(known.name == made.name for known, _ in REGISTERED):
-        raise ValueError(f"register_pass: a pass named {made.name!r} already exists")
-    REGISTERED.append((made, before))
+    new = rewriting(added) if isinstance(added, Rewrite) else added
+    if any(other.name == new.name for other, _ in REGISTERED):
+        raise ValueError(f"register_pass: a pass named {new.name!r} already exists")
+    REGISTERED.append((new, before))
     return Registration(REGISTERED[-1])
 
 
 def with_registered(pipeline: Sequence[Pass]) -> list[Pass]:
     """The pipeline with the registered passes in their places."""
-    whole = list(pipeline)
+    passes = list(pipeline)
     for added, before in REGISTERED:
-        names = [p.name for p in whole]
+        names = [p.name for p in passes]
         if before is not None and before not in names:
             raise ValueError(
                 f"register_pass: before={before!r} of {added.name!r} is not a pass; passes are "
                 f"{names}"
             )
-        whole.insert(len(whole) if before is None else names.index(before), added)
-    return whole
+        passes.insert(len(passes) if before is None else names.index(before), added)
+    return passes
 
 
 def check_order(pipeline: Sequence[Pass]) -> None:
@@ -394,15 +394,15 @@ def _cases(p: Pass, index: Index) -> list[tuple[Rewrite, Case]]:
 
 def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
     """The refusal with the fewest differences per site, except where another variant matched."""
-    kept: list[NearMiss] = []
+    best: list[NearMiss] = []
     for miss in sorted(refused, key=lambda miss: len(miss.differences)):
-        if miss.anchor not in gone and not any(miss.nodes & other.nodes for other in kept):
-            kept.append(miss)
-    return kept
+        if miss.anchor not in gone and not any(miss.nodes & other.nodes for other in best):
+            best.append(miss)
+    return best
 
 
-def _nodes_of(found: Iterable[NearMiss]) -> set[Node]:
-    return {node for miss in found for node in miss.nodes}
+def _nodes_of(near: Iterable[NearMiss]) -> set[Node]:
+    return {node for miss in near for node in miss.nodes}
 
 
 def _least_unmet(p: Pass, index: Index) -> list[str]:
@@ -458,9 +458,9 @@ def record(
     report.stages.append(Stage(p.name, len(fired), text, before))
     log.debug("pass %s changed %d sites", p.name, len(fired))
     for f in fired:
-        for made in f.made:
+        for node in f.made:
             site = (f.name, module_path(f.node))
-            set_record(made, replace(record_of(made), site=site))
+            set_record(node, replace(record_of(node), site=site))
     if p.cleanup:
         return
     for f in fired:

@@ -195,13 +195,13 @@ class Selection:
         """The numbers of tokens of the kernels that refuse this node at most for its number of
         tokens, up to the first for any number.
         """
-        found: list[Tokens] = []
+        ranges: list[Tokens] = []
         for kernel in self._ranked(_op(node)):
             if self._refuses(kernel, node, any_tokens=True) is None:
-                found.append(self._tokens_for(kernel, node))
-                if found[-1] == ALL_TOKENS:
+                ranges.append(self._tokens_for(kernel, node))
+                if ranges[-1] == ALL_TOKENS:
                     break
-        return found
+        return ranges
 
     def _tokens_for(self, kernel: Kernel, node: Node) -> Tokens:
         """The numbers of tokens that a kernel which does not refuse this node is for."""
@@ -350,7 +350,7 @@ def _arguments(kernel: Kernel, node: Node) -> tuple[dict[str, Argument], dict[st
     """The op's arguments by name: as fake tensors and numbers, and as nodes."""
     nodes = _op(node).bind(*node.args, **node.kwargs)
     fakes = {
-        name: torch.fx.node.map_arg(given, lambda n: n.meta.get("val"))
-        for name, given in nodes.items()
+        name: torch.fx.node.map_arg(argument, lambda n: n.meta.get("val"))
+        for name, argument in nodes.items()
     }
     return fakes, nodes

@@ -26,28 +26,28 @@ def summarize_graph(gm: GraphModule, context: Context, report: Report, *, glue_f
     )
     with timed(report, "passes"):
         costs = cost.graph_costs(gm)
-    report.costs = [_op_cost(found) for found in costs]
+    report.costs = [_op_cost(node_cost) for node_cost in costs]
     report.few_bits = quantized_weights(gm)
     report.moe = moe_layers(gm)
     if context.keep_texts:
         report.savings = fusion_opportunities(gm, costs, report.near, glue_fuses=glue_fuses)
 
 
-def _op_cost(found: cost.NodeCost) -> OpCost:
-    nodes = [node.name for node in found.nodes]
-    made_of = sorted(set[str]().union(*map(origins_of, found.nodes)))
-    apart = str(found.apart) if found.apart != found.cost.bytes else ""
+def _op_cost(node_cost: cost.NodeCost) -> OpCost:
+    nodes = [node.name for node in node_cost.nodes]
+    made_of = sorted(set[str]().union(*map(origins_of, node_cost.nodes)))
+    apart = str(node_cost.apart) if node_cost.apart != node_cost.cost.bytes else ""
     return OpCost(
-        found.op,
-        found.module_path,
-        found.layer,
-        found.source,
-        str(found.cost.bytes),
-        str(found.cost.flops),
+        node_cost.op,
+        node_cost.module_path,
+        node_cost.layer,
+        node_cost.source,
+        str(node_cost.cost.bytes),
+        str(node_cost.cost.flops),
         nodes,
         made_of,
         apart,
-        record_of(found.nodes[-1]).made_by,
-        found.rate,
-        str(found.sent),
+        record_of(node_cost.nodes[-1]).made_by,
+        node_cost.rate,
+        str(node_cost.sent),
     )

@@ -144,14 +144,14 @@ def trace(
     with torch.no_grad():
         start = time.perf_counter()
         try:
-            made = trace_reported(model, lambda: _run_dynamo(call, example, backend), reports)
+            compiled = trace_reported(model, lambda: _run_dynamo(call, example, backend), reports)
         except OURS:
             raise
         except TracingError as error:
             raise serving_error(model, error) from (error if context.options.strict else None)
         total = time.perf_counter() - start
-    made.report.phases["dynamo"] = max(0.0, total - sum(made.report.phases.values()))
-    return made
+    compiled.report.phases["dynamo"] = max(0.0, total - sum(compiled.report.phases.values()))
+    return compiled
 
 
 def serving_error(model: nn.Module, error: BaseException) -> BaseException:
@@ -185,8 +185,8 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> CompiledMode
     sources = [source_name(node) for node in placeholders]
     arguments = [argument_of(node) for node in placeholders]
     owned = [
-        given if argument is None else None
-        for argument, given in zip(arguments, context.inputs, strict=True)
+        tensor if argument is None else None
+        for argument, tensor in zip(arguments, context.inputs, strict=True)
     ]
     return CompiledModel(built.compiled, owned, arguments, report, built.key, sources, built.entry)
 

@@ -122,7 +122,7 @@ class WeightForms:
                 if _may_prepare(node):
                     readers.append((chooser, node))
                 else:
-                    self.stored |= {given.name for given in node.all_input_nodes}
+                    self.stored |= {operand.name for operand in node.all_input_nodes}
         # What is refused for one weight may change the form of another.
         while readers and self._restrict(readers):
             pass
@@ -179,7 +179,7 @@ class WeightForms:
     def _serves(self, held: Held, reading: Reading) -> bool:
         """Whether each reader has a kernel for these forms."""
         name = reading.weight.name
-        known = self.held.get(name)
+        before = self.held.get(name)
         self.held[name] = held
         try:
             return all(
@@ -189,19 +189,19 @@ class WeightForms:
                 if use.weight.name == name
             )
         finally:
-            if known is None:
+            if before is None:
                 del self.held[name]
             else:
-                self.held[name] = known
+                self.held[name] = before
 
 
 def uses(node: Node, kernel: Kernel | None) -> Iterator[Use]:
     """The graph inputs that this kernel, None for the reference, reads for an op's node."""
     arguments = _op(node).bind(*node.args, **node.kwargs)
     # A prepared weight is passed for the first of its parameters, the others as they are.
-    prepared = {names[0]: made for names, made in kernel.prepares.items()} if kernel else {}
-    for name, given in arguments.items():
-        for weight in given if isinstance(given, list | tuple) else [given]:
+    prepared = {names[0]: prepare for names, prepare in kernel.prepares.items()} if kernel else {}
+    for name, argument in arguments.items():
+        for weight in argument if isinstance(argument, list | tuple) else [argument]:
             if not isinstance(weight, Node) or weight.op != "placeholder":
                 continue
             if name in prepared:
@@ -212,16 +212,16 @@ def uses(node: Node, kernel: Kernel | None) -> Iterator[Use]:
 
 def _readings(readers: Sequence[Reader]) -> dict[str, Reading]:
     """How each graph input is read, in the order of ranges and nodes."""
-    found: dict[str, Reading] = {}
+    readings: dict[str, Reading] = {}
     for chooser, node in readers:
         kernel = chooser.first(node)
         reader = f"{kernel.provider if kernel else 'the reference'} for {chooser.tokens} tokens"
         for use in uses(node, kernel):
-            reading = found.setdefault(use.weight.name, Reading(use.name, use.weight))
+            reading = readings.setdefault(use.weight.name, Reading(use.name, use.weight))
             reading.forms.setdefault(use.form, reader)
             if (chooser, node) not in reading.readers:
                 reading.readers.append((chooser, node))
-    return found
+    return readings
 
 
 def _may_prepare(node: Node) -> bool:

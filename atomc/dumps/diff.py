@@ -46,13 +46,13 @@ def differences(first: Path, second: Path, *, every_stage: bool = False) -> list
     if first.is_file() and second.is_file():
         return _of_files(first, second)
     a, b = _graphs(first), _graphs(second)
-    found = [f"{len(b)} graphs instead of {len(a)}"] if len(a) != len(b) else []
+    lines = [f"{len(b)} graphs instead of {len(a)}"] if len(a) != len(b) else []
     for number, (left, right) in enumerate(zip(a, b, strict=False)):
-        found += [
+        lines += [
             f"graph {number}: {line}" if len(a) > 1 else line
             for line in _of_graphs(left, right, every_stage)
         ]
-    return found
+    return lines
 
 
 def _graphs(folder: Path) -> list[dict[str, Path]]:
@@ -63,9 +63,9 @@ def _graphs(folder: Path) -> list[dict[str, Path]]:
             "or two files"
         )
     graphs = sorted(
-        (int(found[1]), sub)
+        (int(match[1]), sub)
         for sub in folder.iterdir()
-        if (found := re.fullmatch(r"graph_(\d+)", sub.name))
+        if (match := re.fullmatch(r"graph_(\d+)", sub.name))
     )
     stages = [_stages(sub) for _, sub in graphs] or [_stages(folder)]
     if not all(stages):
@@ -76,18 +76,18 @@ def _graphs(folder: Path) -> list[dict[str, Path]]:
 
 
 def _stages(folder: Path) -> dict[str, Path]:
-    found: dict[str, Path] = {}
+    stages: dict[str, Path] = {}
     for file in sorted(folder.iterdir()):
         name = _STAGE.fullmatch(file.name)
         if name:
-            times = sum(known.partition(" ")[0] == name[2] for known in found)
-            found[f"{name[2]} {times + 1}" if times else name[2]] = file
-    return found
+            times = sum(path.partition(" ")[0] == name[2] for path in stages)
+            stages[f"{name[2]} {times + 1}" if times else name[2]] = file
+    return stages
 
 
 def _of_graphs(a: Mapping[str, Path], b: Mapping[str, Path], every_stage: bool) -> list[str]:
-    found = [f"{name} changed only the first" for name in a if name not in b]
-    found += [f"{name} changed only the second" for name in b if name not in a]
+    changes = [f"{name} changed only the first" for name in a if name not in b]
+    changes += [f"{name} changed only the second" for name in b if name not in a]
     later: list[str] = []
     shown = False
     for name in a:
@@ -96,17 +96,17 @@ def _of_graphs(a: Mapping[str, Path], b: Mapping[str, Path], every_stage: bool) 
             later.append(name)
         elif lines:
             shown = True
-            found += [f"after {name}:", *(f"  {line}" for line in lines)]
-    return found + ([f"later stages also differ: {', '.join(later)}"] if later else [])
+            changes += [f"after {name}:", *(f"  {line}" for line in lines)]
+    return changes + ([f"later stages also differ: {', '.join(later)}"] if later else [])
 
 
 def _of_files(first: Path, second: Path) -> list[str]:
     a, b = _read(first), _read(second)
-    found: list[str] = []
+    changes: list[str] = []
     for name in [*a, *(name for name in b if name not in a)]:
         lines = _of_lines(a.get(name, []), b.get(name, []))
-        found += lines if name in ("INPUTS", "forward") else [f"{name}: {line}" for line in lines]
-    return found
+        changes += lines if name in ("INPUTS", "forward") else [f"{name}: {line}" for line in lines]
+    return changes
 
 
 # Reading a file
@@ -139,11 +139,11 @@ def _read(file: Path) -> dict[str, list[DumpLine]]:
     inputs: dict[str, DumpLine] = {}
     for name, value in _entries(tables["INPUTS"]).items():
         inputs[name] = _input(name, value, _comment(value, source, symbols), inputs)
-    found = {"INPUTS": sorted(inputs.values(), key=DumpLine.text)}
+    parts = {"INPUTS": sorted(inputs.values(), key=DumpLine.text)}
     names = {name: line.path for name, line in inputs.items()}
     for function in functions:
-        found[function.name] = list(_lines(function, source, symbols, constants, names))
-    return found
+        parts[function.name] = list(_lines(function, source, symbols, constants, names))
+    return parts
 
 
 def _entries(table: ast.expr) -> dict[str, ast.expr]:
@@ -183,7 +183,7 @@ def _lines(
     constants: Mapping[str, ast.expr],
     inputs: Mapping[str, str],
 ) -> Iterator[DumpLine]:
-    known: dict[str, int | str] = {
+    values: dict[str, int | str] = {
         argument.arg: inputs.get(argument.arg, argument.arg) for argument in function.args.args
     }
     for i, statement in enumerate(function.body):
@@ -193,7 +193,7 @@ def _lines(
         )
         if value is None:
             continue
-        anonymous = _WithoutNames(known, constants)
+        anonymous = _WithoutNames(values, constants)
         text = ast.unparse(anonymous.visit(value))
         if isinstance(statement, ast.Return):
             text = f"return {text}"
@@ -201,7 +201,7 @@ def _lines(
         text = text.replace("torch.ops.", "").replace(".default(", "(")
         yield DumpLine(op, f"{text}  {shape}".rstrip(), path, tuple(anonymous.read))
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            known[statement.targets[0].id] = i
+            values[statement.targets[0].id] = i
 
 
 class _WithoutNames(ast.NodeTransformer):
@@ -241,7 +241,7 @@ def _comment(
     )
     parts = [part.strip() for part in line.removeprefix("#").split("  ") if part.strip()]
     shape = parts.pop(0) if parts and _VALUE.match(parts[0]) else ""
-    shape = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"s{len(symbols)}"), shape)
+    shape = _SYMBOL.sub(lambda match: symbols.setdefault(match[0], f"s{len(symbols)}"), shape)
     return shape, "  ".join(parts)
 
 
@@ -261,15 +261,15 @@ def _of_lines(a: Sequence[DumpLine], b: Sequence[DumpLine]) -> list[str]:
         else:
             removed += a[i:j]
             added += b[m:n]
-    found = [*_grouped("-", removed), *_grouped("+", added)]
+    changes = [*_grouped("-", removed), *_grouped("+", added)]
     for i, j in partner.items():
-        found += [
+        changes += [
             f"{a[i].text()}: reads {_read_by(b, there)} instead of {_read_by(a, here)}"
             for here, there in zip(a[i].reads, b[j].reads, strict=True)
             if _reads_differ(here, there, partner)
         ]
-    more = len(found) - MAX_LINES
-    return [*found[:MAX_LINES], f"and {more} more lines"] if more > 0 else found
+    more = len(changes) - MAX_LINES
+    return [*changes[:MAX_LINES], f"and {more} more lines"] if more > 0 else changes
 
 
 def _reads_differ(here: int | str, there: int | str, partner: Mapping[int, int]) -> bool:
@@ -290,9 +290,9 @@ def _grouped(sign: str, lines: Sequence[DumpLine]) -> list[str]:
     groups: dict[str, list[DumpLine]] = {}
     for line in lines:
         groups.setdefault(f"{line.says}  {collapsed(line.path)}".rstrip(), []).append(line)
-    found = []
+    shown = []
     for text, same in groups.items():
         layers = spans(layer for line in same if (layer := layer_of(line.path)) is not None)
         many = f" (x{len(same)}" + (f", layers {layers})" if layers else ")")
-        found.append(f"{sign} {same[0].text() if len(same) == 1 else text + many}")
-    return found
+        shown.append(f"{sign} {same[0].text() if len(same) == 1 else text + many}")
+    return shown

@@ -51,7 +51,7 @@ class Dumper:
             return
         if self.folder is None:
             self.folder = _next_folder(self.parent)
-        for placeholder, recipe in _Inputs(gm.graph).recipes(known=self.inputs):
+        for placeholder, recipe in _Inputs(gm.graph).recipes(names=self.inputs):
             self.inputs[placeholder] = recipe
         number = next(self.stages)
         text = _file_text(gm, f"{self.folder.name} after {name}", self.inputs)
@@ -60,14 +60,14 @@ class Dumper:
     def record(self, inputs: Mapping[str, Argument], outputs: Sequence[Argument]) -> None:
         """Store the inputs and outputs of one call, without packed and prepared inputs."""
         assert self.folder is not None
-        made = tuple(
+        placed = tuple(
             name
             for name, recipe in self.inputs.items()
             if recipe.startswith(("Packed(", "Prepared("))
         )
-        given = {name: _plain(value) for name, value in inputs.items() if name not in made}
+        values = {name: _plain(value) for name, value in inputs.items() if name not in placed}
         torch.save(
-            {"inputs": given, "outputs": [_plain(value) for value in outputs]},
+            {"inputs": values, "outputs": [_plain(value) for value in outputs]},
             self.folder / RECORDED,
         )
 
@@ -209,20 +209,20 @@ class _Code:
 
     def _attribute(self, gm: GraphModule, node: Node) -> str:
         name = str(node.target)
-        found = operator.attrgetter(name)(gm)
-        if isinstance(found, GraphModule):
-            self.functions.append(self.function(name, found))
+        constant = operator.attrgetter(name)(gm)
+        if isinstance(constant, GraphModule):
+            self.functions.append(self.function(name, constant))
             return name
-        self.constants[name] = _constant(found)
+        self.constants[name] = _constant(constant)
         return f'CONSTANTS["{name}"]'
 
 
-def _constant(found: Tensor) -> str:
-    plain = type(found) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not found.is_meta
-    if plain and found.numel() <= SMALL_CONSTANT:
-        values = str(found.tolist()).replace("inf", "float('inf')").replace("nan", "float('nan')")
-        return f"torch.tensor({values}, dtype={found.dtype}{_device_argument(found)})"
-    return _recipe(found)
+def _constant(value: Tensor) -> str:
+    plain = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not value.is_meta
+    if plain and value.numel() <= SMALL_CONSTANT:
+        values = str(value.tolist()).replace("inf", "float('inf')").replace("nan", "float('nan')")
+        return f"torch.tensor({values}, dtype={value.dtype}{_device_argument(value)})"
+    return _recipe(value)
 
 
 def _device_argument(value: Tensor) -> str:
@@ -266,10 +266,10 @@ class _Inputs:
     def __init__(self, graph: Graph):
         self.placeholders = graph.find_nodes(op="placeholder")
 
-    def recipes(self, known: dict[str, str]) -> Iterator[tuple[str, str]]:
+    def recipes(self, names: dict[str, str]) -> Iterator[tuple[str, str]]:
         for node in self.placeholders:
             # Each range of token counts has its own prepared weights.
-            if node.name not in known or record_of(node).extra is not None:
+            if node.name not in names or record_of(node).extra is not None:
                 yield node.name, self._recipe(node)
 
     def _recipe(self, node: Node) -> str:
@@ -357,7 +357,7 @@ def _index_bound(node: Node) -> int | None:
     """The smallest number of rows of the tables that these integers index; None if they index
     none.
     """
-    found = []
+    bounds = []
     for reader in node.users:
         schema = getattr(reader.target, "_schema", None)
         name = schema.name.partition("::")[2] if schema is not None else ""
@@ -366,14 +366,14 @@ def _index_bound(node: Node) -> int | None:
             op is not None and op.kind is Kind.LOOKUP
         ) or reader.target is torch.ops.aten.embedding.default:
             table = args[1] if args[0] is node else args[0]
-            found.append(_rows(table, 0))
+            bounds.append(_rows(table, 0))
         elif name in ("index_select", "gather"):
-            found.append(_rows(args[0], args[1]))
+            bounds.append(_rows(args[0], args[1]))
         elif name == "index" and isinstance(args[1], list | tuple):
-            found += [_rows(args[0], dim) for dim, index in enumerate(args[1]) if index is node]
+            bounds += [_rows(args[0], dim) for dim, index in enumerate(args[1]) if index is node]
         elif name in _VIEWS and (below := _index_bound(reader)) is not None:
-            found.append(below)
-    return min(found, default=None)
+            bounds.append(below)
+    return min(bounds, default=None)
 
 
 def _rows(table: Argument, dim: Argument) -> int:

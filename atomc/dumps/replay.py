@@ -47,10 +47,10 @@ class Input:
 
     def make(self, name: str) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        made = self._values(generator).to(self.dtype)
+        values = self._values(generator).to(self.dtype)
         if self.strides is not None:
-            made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(made)
-        return made.to(self.device)
+            values = torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(values)
+        return values.to(self.device)
 
     def _values(self, generator: torch.Generator) -> Tensor:
         if self.dtype == torch.bool:
@@ -191,22 +191,22 @@ def _outputs(
     return outputs if isinstance(outputs, tuple | list) else [outputs]
 
 
-def _mismatch(number: int, found: Argument, expected: Argument, codes: bool) -> str:
+def _mismatch(number: int, actual: Argument, expected: Argument, codes: bool) -> str:
     """How an output differs from the expected one; "" if it does not."""
-    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
-        return "" if found == expected else f"output {number}: {found!r} instead of {expected!r}"
-    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+    if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
+        return "" if actual == expected else f"output {number}: {actual!r} instead of {expected!r}"
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         return (
-            f"output {number}: {found.dtype}{list(found.shape)} instead of "
+            f"output {number}: {actual.dtype}{list(actual.shape)} instead of "
             f"{expected.dtype}{list(expected.shape)}"
         )
-    a, b = (x.to(torch.float64) for x in (found, expected.to(found.device)))
+    a, b = (x.to(torch.float64) for x in (actual, expected.to(actual.device)))
     same = (a == b) | (a.isnan() & b.isnan())
     if bool(same.all()):
         return ""
     largest = float(torch.where(b.isfinite(), b, 0.0).abs().max())
     difference = float(torch.where(same, 0.0, a - b).abs().max())
-    tolerance = CODES_TOLERANCE if codes else TOLERANCES.get(found.dtype, 0.0)
+    tolerance = CODES_TOLERANCE if codes else TOLERANCES.get(actual.dtype, 0.0)
     if difference <= tolerance * largest:
         return ""
     return f"output {number}: off by {difference:.3g}, the largest value is {largest:.3g}"

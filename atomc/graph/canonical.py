@@ -135,24 +135,24 @@ def _by_schema(node: Node, schema: FunctionSchema) -> Call:
     """The call as written, with dimensions from the end."""
     operands: list[Node] = []
     attrs: dict[str, Attr] = {}
-    given = []
-    for name, found in _arguments(node, schema):
-        parts = found if isinstance(found, list | tuple) else [found]
+    names = []
+    for name, argument in _arguments(node, schema):
+        parts = argument if isinstance(argument, list | tuple) else [argument]
         if any(
             isinstance(part, Node) and isinstance(value(part), Tensor | tuple | list)
             for part in parts
         ):
             operands += [part for part in parts if isinstance(part, Node)]
-            given.append(name)
+            names.append(name)
             if None in parts:  # which dimensions an index leaves as they are
                 attrs[name] = tuple(part is not None for part in parts)
-        elif found is not None and name not in ("device", "pin_memory"):
-            attrs[name] = _attr(found)
+        elif argument is not None and name not in ("device", "pin_memory"):
+            attrs[name] = _attr(argument)
     if any(
         isinstance(argument.type, torch.OptionalType) and "Tensor" in str(argument.type)
         for argument in schema.arguments
     ):
-        attrs["given"] = tuple(given)
+        attrs["given"] = tuple(names)
     written = Call(schema.name.removeprefix("aten::"), operands, attrs)
     attrs.update(_dims_from_end(written))
     return written
@@ -231,10 +231,9 @@ def _cast(node: Node, written: Call) -> Call:
     plain = attrs.get("memory_format") in (None, torch.preserve_format)
     if same_place and plain:
         return Call("cast", operands, {"dtype": value(node).dtype})
-    made = {"dtype": value(node).dtype, "device": value(node).device}
-    return Call(
-        "to", operands, made if plain else {**made, "memory_format": attrs["memory_format"]}
-    )
+    moved: dict[str, Attr] = {"dtype": value(node).dtype, "device": value(node).device}
+    moved |= {} if plain else {"memory_format": attrs["memory_format"]}
+    return Call("to", operands, moved)
 
 
 def _view(node: Node, written: Call) -> Call:
@@ -329,16 +328,16 @@ _CANONICAL_FORMS: dict[str, Callable[[Node, Call], Call]] = {
 
 def readers(node: Node) -> list[Node]:
     """The nodes that read a node. A split is replaced by its parts, which are slices."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     for user in node.users:
-        found += user.users if call(user).op in SPLITS else [user]
-    return found
+        nodes += user.users if call(user).op in SPLITS else [user]
+    return nodes
 
 
 def only_reader(node: Node) -> Node | None:
     """The reader of a node with one reader."""
-    found = readers(node)
-    return found[0] if len(found) == 1 else None
+    nodes = readers(node)
+    return nodes[0] if len(nodes) == 1 else None
 
 
 def factor(node: Node) -> float | None:
@@ -376,18 +375,18 @@ def spell(node: object, of_pattern: bool = False) -> str:
         return repr(node)
     if node.op != "call_function":
         return f"input {input_name(node)}"
-    made = call(node)
-    if made.op == "getitem":
-        return f"result {made.attrs['index']} of {spell(made.operands[0], of_pattern)}"
-    defaults = _defaults(node, made.op)
+    canonical = call(node)
+    if canonical.op == "getitem":
+        return f"result {canonical.attrs['index']} of {spell(canonical.operands[0], of_pattern)}"
+    defaults = _defaults(node, canonical.op)
     attrs = {
         name: attr
-        for name, attr in made.attrs.items()
+        for name, attr in canonical.attrs.items()
         if name != "given"
         and not (name in defaults and _is_default(attr, defaults[name]))
         and not (of_pattern and _decided_by_site(attr))
     }
-    op = made.op.replace("atom::", "")
+    op = canonical.op.replace("atom::", "")
     return (
         f"{op}({', '.join(f'{name}={_spell_attr(attr)}' for name, attr in attrs.items())})"
         if attrs

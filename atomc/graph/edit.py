@@ -18,10 +18,10 @@ def insert(
     """A call in front of a node, with the metadata of that node."""
     graph = before.graph
     with graph.inserting_before(before):
-        made = graph.call_function(target, args, kwargs)
-    made.meta = {key: item for key, item in before.meta.items() if key != "val"}
-    infer(made)
-    return made
+        node = graph.call_function(target, args, kwargs)
+    node.meta = {key: item for key, item in before.meta.items() if key != "val"}
+    infer(node)
+    return node
 
 
 def add_input(
@@ -42,10 +42,10 @@ def add_input(
 def copy_with(node: Node, before: Node, operands: Mapping[Node, Node]) -> Node:
     """A copy of a call in front of a node, with other operands in the place of some."""
     with node.graph.inserting_before(before):
-        made = node.graph.node_copy(node, lambda operand: operands.get(operand, operand))
-    del made.meta["val"]
-    infer(made)
-    return made
+        copy = node.graph.node_copy(node, lambda operand: operands.get(operand, operand))
+    del copy.meta["val"]
+    infer(copy)
+    return copy
 
 
 def infer(node: Node) -> None:
@@ -65,8 +65,8 @@ def replace(node: Node, new: Node) -> None:
 
 def nodes_between(first: Node, last: Node) -> list[Node]:
     """The nodes after `first` and before `last`, in graph order."""
-    found, node = [], first.next
+    nodes, node = [], first.next
     while node is not last:
-        found.append(node)
+        nodes.append(node)
         node = node.next
-    return found
+    return nodes

@@ -81,7 +81,7 @@ def graph_text(gm: GraphModule) -> str:
     sizes = {str(size): str(name) for size, name in symbols_of(gm.graph).items()}
     if sizes:
         named = re.compile(rf"\b({'|'.join(map(re.escape, sizes))})\b")
-        lines = [named.sub(lambda found: sizes[found[0]], line) for line in lines]
+        lines = [named.sub(lambda match: sizes[match[0]], line) for line in lines]
     return "\n".join(lines)
 
 
@@ -101,8 +101,8 @@ def _input(node: Node) -> str:
 
 
 def _value(node: Node) -> Value:
-    found: Value = node.meta.get("val", node.meta.get("example_value"))
-    return found
+    fake: Value = node.meta.get("val", node.meta.get("example_value"))
+    return fake
 
 
 def _call(node: Node, path: str) -> str:
@@ -112,13 +112,13 @@ def _call(node: Node, path: str) -> str:
         return f"attribute {node.target}"
     if node.target is operator.getitem:
         return f"{_spell(node.args[0], path)}[{_spell(node.args[1], path)}]"
-    given = [_spell(argument, path) for argument in node.args]
-    given += [
+    arguments = [_spell(argument, path) for argument in node.args]
+    arguments += [
         f"{key}={_spell(argument, path)}"
         for key, argument in node.kwargs.items()
         if not _is_default(key, argument)
     ]
-    text = ", ".join(given)
+    text = ", ".join(arguments)
     if len(text) > MAX_ARGUMENTS_LENGTH:
         text = text[:MAX_ARGUMENTS_LENGTH] + " ..."
     return f"{_name(node)}({text})"
@@ -181,8 +181,8 @@ def _spell_node(node: Node, path: str) -> str:
     if node.op != "placeholder":
         return node.name
     name = _input(node)
-    outside, found, below = name.partition(f"{path}.") if path else ("", "", "")
-    return f".{below}" if found and (not outside or outside.endswith(".")) else name
+    outside, separator, below = name.partition(f"{path}.") if path else ("", "", "")
+    return f".{below}" if separator and (not outside or outside.endswith(".")) else name
 
 
 def type_of(value: Value) -> str:

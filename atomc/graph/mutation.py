@@ -38,7 +38,7 @@ def mutated(node: Node) -> list[Node]:
     written = []
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            if isinstance(given, Node):
-                written.append(given)
+            operand = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(operand, Node):
+                written.append(operand)
     return written

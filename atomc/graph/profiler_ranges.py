@@ -35,13 +35,13 @@ def profiled(call: Callable[P, T], named: Callable[[], Callable[P, T]]) -> Calla
     """`call`; while a profiler is active, the result of `named()`, the same function with a range
     around each kernel.
     """
-    made: list[Callable[P, T]] = []
+    functions: list[Callable[P, T]] = []
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if not profiler_is_on():
             return call(*args, **kwargs)
-        if not made:
-            made.append(named())
-        return made[0](*args, **kwargs)
+        if not functions:
+            functions.append(named())
+        return functions[0](*args, **kwargs)
 
     return run

@@ -80,24 +80,24 @@ def _tree_name(key: str, path: str, names: Mapping[int, tuple[str, nn.Module]]) 
 
 def layer_of(path: str) -> int | None:
     """The number of the repeated layer that contains a module path; None outside of layers."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
-    return int(found[1]) if found else None
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
+    return int(match[1]) if match else None
 
 
 def frames(node: Node) -> list[tuple[str, int, str, str]]:
     """(file, line, function, code) of the user's stack, innermost last, without the frames of atomc
     that call ops.
     """
-    found = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return [(f, int(line), name, code) for f, line, name, code in found if f not in _NOT_USER_CODE]
+    parsed = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return [(f, int(line), name, code) for f, line, name, code in parsed if f not in _NOT_USER_CODE]
 
 
 def source_line(node: Node) -> str:
     """The line of the user's program the node was traced from, "file.py:12"; the file without its
     folder.
     """
-    found = frames(node)
-    return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
+    stack = frames(node)
+    return f"{stack[-1][0].rsplit('/', 1)[-1]}:{stack[-1][1]}" if stack else ""
 
 
 def describe(node: Node) -> str:

@@ -18,28 +18,28 @@ T, R, S, C, N = sympy.symbols("T R S C N", positive=True, integer=True)
 
 def symbols_of(graph: Graph) -> dict[sympy.Symbol, sympy.Expr]:
     """Symbol of the graph -> T, R or S, for those that the inputs of the step identify."""
-    found: dict[sympy.Symbol, sympy.Expr] = {}
+    symbols: dict[sympy.Symbol, sympy.Expr] = {}
     for node in graph.find_nodes(op="placeholder"):
         shape = list(value(node).shape) if isinstance(value(node), Tensor) else []
         match step_input(node):
             case StepInput("input_ids" | "positions", dim=None) if len(shape) == 1:
-                _name(found, shape[0], T)
+                _name(symbols, shape[0], T)
             case StepInput("input_ids", dim=None) if (
                 len(shape) == 2
             ):  # [batch, tokens]: the step has batch * tokens tokens
-                _name(found, shape[0], S)
+                _name(symbols, shape[0], S)
                 if isinstance(shape[0], int) and shape[0] == 1:
-                    _name(found, shape[1], T)
+                    _name(symbols, shape[1], T)
             case StepInput("logits_rows", dim=None):
-                _name(found, shape[0], R)
+                _name(symbols, shape[0], R)
             case StepInput("seq_lens"):
-                _name(found, shape[0], S)
+                _name(symbols, shape[0], S)
             case StepInput("slots"):
-                _name(found, shape[0], T)
-    return found
+                _name(symbols, shape[0], T)
+    return symbols
 
 
-def _name(found: dict[sympy.Symbol, sympy.Expr], size: Size, symbol: sympy.Symbol) -> None:
+def _name(symbols: dict[sympy.Symbol, sympy.Expr], size: Size, symbol: sympy.Symbol) -> None:
     expr = expression(size)
-    if isinstance(expr, sympy.Symbol) and symbol not in found.values():
-        found.setdefault(expr, symbol)
+    if isinstance(expr, sympy.Symbol) and symbol not in symbols.values():
+        symbols.setdefault(expr, symbol)

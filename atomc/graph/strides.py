@@ -45,21 +45,21 @@ class Values:
         return self.known[key]
 
 
-def _key(given: Value | Argument) -> Hashable:
+def _key(value: Value | Argument) -> Hashable:
     """A key that is equal for values that a fake kernel cannot distinguish."""
-    if isinstance(given, Tensor):
+    if isinstance(value, Tensor):
         return (
-            given.dtype,
-            given.device,
-            _key(given.shape),
-            _key(given.stride()),
-            _key(given.storage_offset()),
+            value.dtype,
+            value.device,
+            _key(value.shape),
+            _key(value.stride()),
+            _key(value.storage_offset()),
         )
-    if isinstance(given, list | tuple):
-        return tuple(map(_key, given))
-    if isinstance(given, dict):
-        return tuple((name, _key(part)) for name, part in given.items())
-    return expression(given) if isinstance(given, torch.SymInt) else (type(given), given)
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(part)) for name, part in value.items())
+    return expression(value) if isinstance(value, torch.SymInt) else (type(value), value)
 
 
 def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> None:

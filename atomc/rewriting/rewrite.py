@@ -170,10 +170,12 @@ def unsupported(
 
 
 def _has(node: Node, attrs: Mapping[str, ExampleValue]) -> bool:
-    found = call(node).attrs
+    attributes = call(node).attrs
     return all(
-        name in found
-        and (found[name] in wanted if isinstance(wanted, OneOf) else found[name] == wanted)
+        name in attributes
+        and (
+            attributes[name] in wanted if isinstance(wanted, OneOf) else attributes[name] == wanted
+        )
         for name, wanted in attrs.items()
     )
 
@@ -267,8 +269,8 @@ def _objections(
         one, other = (site.bound[name] for name in names)
         if one is other or other in one.all_input_nodes:
             both = "is both" if one is other else f"reads {describe(other)}"
-            found = f"{describe(one)}, which {both}"
-            return [Difference("guard", f"{names[0]} and {names[1]} by themselves", found, one)]
+            both_are = f"{describe(one)}, which {both}"
+            return [Difference("guard", f"{names[0]} and {names[1]} by themselves", both_are, one)]
     if rewrite.guard is not None and (reason := rewrite.guard(**_values(site))):
         return [Difference("guard", f"a site that qualifies for {rewrite.name}", reason, first)]
     if off_here is not None and (off := off_here(rewrite.name, first)):
@@ -290,8 +292,8 @@ def misses(
 def _values(site: MatchSite) -> dict[str, Attr]:
     """The arguments at a site: fake tensors and attributes."""
     return {
-        name: value(given) if isinstance(given, Node) else given
-        for name, given in site.arguments().items()
+        name: value(argument) if isinstance(argument, Node) else argument
+        for name, argument in site.arguments().items()
     }
 
 
@@ -313,10 +315,10 @@ def _replace(
     before = last.next
     with graph.inserting_before(before):
         results = _results(graph, rewrite, site)
-    made = nodes_between(last, before)
+    new_nodes = nodes_between(last, before)
     # After a skipped view, the op has another shape than the replaced nodes.
     replaced = [] if site.skipped else [value(output) for output in outputs]
-    _describe_new_nodes(made, meta, replaced)
+    _describe_new_nodes(new_nodes, meta, replaced)
     for output, new in zip(outputs, results, strict=True):
         if not same_shape(value(output), value(new)):
             with graph.inserting_before(before):
@@ -330,7 +332,7 @@ def _replace(
             graph.erase_node(node)
     free = site.pattern.captured
     captured = {name: attr for name, attr in site.captured.items() if name in free}
-    return Fired(rewrite.name, outputs[0], {**attrs, **captured}, matched, made, consumed)
+    return Fired(rewrite.name, outputs[0], {**attrs, **captured}, matched, new_nodes, consumed)
 
 
 def _renamed(bound: Node, renamed: Mapping[Node, Node]) -> Node:
@@ -356,8 +358,8 @@ def _results(graph: Graph, rewrite: Rewrite, site: MatchSite) -> list[Node]:
     count = len(site.pattern.outputs)
     if len(nodes) == count:
         return nodes
-    [whole] = nodes
-    return [graph.call_function(operator.getitem, (whole, i)) for i in range(count)]
+    [result_node] = nodes
+    return [graph.call_function(operator.getitem, (result_node, i)) for i in range(count)]
 
 
 def _as_seen(graph: Graph, site: MatchSite, new: Node, output: Node, meta: Provenance) -> Node:
@@ -369,12 +371,12 @@ def _as_seen(graph: Graph, site: MatchSite, new: Node, output: Node, meta: Prove
     return seen
 
 
-def _describe_new_nodes(made: list[Node], meta: Provenance, replaced: list[Tensor]) -> None:
+def _describe_new_nodes(new_nodes: list[Node], meta: Provenance, replaced: list[Tensor]) -> None:
     """Give new nodes their metadata. A single op has the value of the replaced outputs; other
     values are traced.
     """
-    calls = [node for node in made if node.target is not operator.getitem]
-    for node in made:
+    calls = [node for node in new_nodes if node.target is not operator.getitem]
+    for node in new_nodes:
         if node.target is not operator.getitem and not isinstance(
             node.target, torch._ops.OpOverload
         ):

@@ -19,11 +19,11 @@ def isolated_dynamo_state() -> Iterator[None]:
     differ would become symbols.
     """
     with compile_lock:  # as in every compile, no other thread compiles
-        kept = pgo._CODE_STATE, pgo._INIT_CODE_STATE
+        before = pgo._CODE_STATE, pgo._INIT_CODE_STATE
         # The same object for both: Dynamo writes the difference between them to its profile on
         # disk.
         pgo._CODE_STATE = pgo._INIT_CODE_STATE = defaultdict(pgo.CodeState)
         try:
             yield
         finally:
-            pgo._CODE_STATE, pgo._INIT_CODE_STATE = kept
+            pgo._CODE_STATE, pgo._INIT_CODE_STATE = before

@@ -135,8 +135,8 @@ def compiler_variables() -> list[str]:
 
 def without_autocast() -> contextlib.AbstractContextManager[None]:
     """A context without autocast, as when AOTAutograd calls its compiler."""
-    found: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
-    return found
+    context: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
+    return context
 
 
 def autocast_is_on() -> bool:

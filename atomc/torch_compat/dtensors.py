@@ -42,9 +42,9 @@ def local_tensor(x: "DTensor") -> Tensor:
     """The tensor of this process, as the same object in each call; what a collective under way
     computes is awaited.
     """
-    found = x._local_tensor
-    wait = getattr(found, "wait", None)  # of AsyncCollectiveTensor
-    awaited: Tensor = found if wait is None else wait()
+    local = x._local_tensor
+    wait = getattr(local, "wait", None)  # of AsyncCollectiveTensor
+    awaited: Tensor = local if wait is None else wait()
     return awaited
 
 
@@ -55,8 +55,8 @@ def mark_as_parameter(local: Tensor) -> None:
 
 def with_local(x: "DTensor", local: Tensor) -> "DTensor":
     """A DTensor like x, with another tensor of this process."""
-    made: DTensor = type(x)(local, x._spec, requires_grad=False)
-    return made
+    dtensor: DTensor = type(x)(local, x._spec, requires_grad=False)
+    return dtensor
 
 
 def holds_mask(x: "DTensor") -> bool:
@@ -107,21 +107,21 @@ class Tracer:
             if constant is None or constant.numel() != 1:
                 raise NotImplementedError("an operation reads a tensor of values")
             with self.graph.inserting_before(node), outside_of_tracing():
-                made = self.graph.call_function(
+                filled = self.graph.call_function(
                     torch.ops.aten.full.default,
                     (list(constant.shape), constant.item()),
                     {"dtype": constant.dtype, "device": fake.device},
                 )
-            made.meta = dict(node.meta)
-            node.replace_all_uses_with(made)
+            filled.meta = dict(node.meta)
+            node.replace_all_uses_with(filled)
             self.graph.erase_node(node)
             delattr(self.tracer.root, str(node.target))
 
     def track(self, value: Any, node: Node) -> None:
         """Let `node` compute a fake value: a tensor, a size, or a tuple of them."""
-        kept = dict(node.meta)
+        metadata = dict(node.meta)
         track_tensor_tree(value, Proxy(node, self.tracer), constant=None, tracer=self.tracer)
-        node.meta = kept
+        node.meta = metadata
 
     def alias(self, fake: Any, node: Node) -> Any:
         """A value like `fake`, which `node` computes."""
@@ -130,9 +130,9 @@ class Tracer:
                 self.track(fake, node)
             return fake
         with self.mode, torch.no_grad():
-            made = fake.detach()
-        self.track(made, node)
-        return made
+            view = fake.detach()
+        self.track(view, node)
+        return view
 
     def node_of(self, value: Any) -> Node | None:
         """The node that computes a value; None for a constant."""
@@ -142,6 +142,6 @@ class Tracer:
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             if value.node.constant is not None or value.node.expr.is_number:
                 return None
-            found: Node = get_proxy_slot(value, self.tracer).force().node
-            return found
+            number: Node = get_proxy_slot(value, self.tracer).force().node
+            return number
         return None

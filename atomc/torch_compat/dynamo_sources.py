@@ -31,28 +31,30 @@ def _clone(source: ChainedSource, transform: Transform | None = None) -> Source:
     """Equal to the result of torch's clone."""
     if transform is None:
         return source
-    known = _done.setdefault(transform, {}) if isinstance(transform, types.FunctionType) else {}
-    return _cloned(source, transform, known)
+    clones = _done.setdefault(transform, {}) if isinstance(transform, types.FunctionType) else {}
+    return _cloned(source, transform, clones)
 
 
-def _cloned(source: Source, transform: Transform, known: dict[Source, Source]) -> Source:
-    found = known.get(source)
-    if found is None:
+def _cloned(source: Source, transform: Transform, clones: dict[Source, Source]) -> Source:
+    clone = clones.get(source)
+    if clone is None:
         chained = type(source).clone is _clone
         cloned = (
-            transform(_with_cloned_links(source, transform, known))
+            transform(_with_cloned_links(source, transform, clones))
             if chained
             else source.clone(transform)
         )
-        found = known[source] = cloned
-    return found
+        clone = clones[source] = cloned
+    return clone
 
 
-def _with_cloned_links(source: Source, transform: Transform, known: dict[Source, Source]) -> Source:
+def _with_cloned_links(
+    source: Source, transform: Transform, clones: dict[Source, Source]
+) -> Source:
     changed = {}
     for name in _fields(type(source)):  # type: ignore[arg-type]
         link = getattr(source, name)
-        if isinstance(link, Source) and (cloned := _cloned(link, transform, known)) is not link:
+        if isinstance(link, Source) and (cloned := _cloned(link, transform, clones)) is not link:
             changed[name] = cloned
     return dataclasses.replace(source, **changed) if changed else source
 

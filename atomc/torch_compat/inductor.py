@@ -163,8 +163,8 @@ def inductor(
     from torch._inductor.compile_fx import compile_fx
 
     _use_trusted_folders()
-    given: Any = list(inputs)  # Inductor's type of inputs has no floats
-    compiled: Any = compile_fx(gm, given, config_patches=dict(patches or {}))
+    examples: Any = list(inputs)  # Inductor's type of inputs has no floats
+    compiled: Any = compile_fx(gm, examples, config_patches=dict(patches or {}))
     function: GraphFunction = compiled
     return function
 
@@ -196,7 +196,7 @@ def inductor_code(
 
     _use_trusted_folders()
     compiled: Any
-    made: list[tuple[OutputCode, InductorCode | str]] = []
+    outputs: list[tuple[OutputCode, InductorCode | str]] = []
     returns_tuple = isinstance(
         gm.graph.output_node().args[0], tuple | list
     )  # Inductor always returns a tuple
@@ -204,18 +204,18 @@ def inductor_code(
     def remembering(inner: GraphModule, examples: Any, **kwargs: Any) -> "OutputCode":
         reason = added_by_aot(inner, len(inputs))
         out = compile_fx_inner(inner, examples, **kwargs)
-        made.append((out, reason or _code_of(out)))
+        outputs.append((out, reason or _code_of(out)))
         return out
 
     # A graph from AOTAutograd's cache has no source code.
-    given: Any = list(inputs)  # Inductor's type of inputs has no floats
+    examples: Any = list(inputs)  # Inductor's type of inputs has no floats
     with torch._functorch.config.patch(enable_autograd_cache=False):
         compiled = compile_fx(
-            gm, given, inner_compile=remembering, config_patches=_without_isa_check(patches)
+            gm, examples, inner_compile=remembering, config_patches=_without_isa_check(patches)
         )
-    if len(made) != 1:
-        return compiled, f"Inductor compiled {len(made)} functions for one graph"
-    out, code = made[0]
+    if len(outputs) != 1:
+        return compiled, f"Inductor compiled {len(outputs)} functions for one graph"
+    out, code = outputs[0]
     if isinstance(code, str):
         return compiled, code
     return _unboxed(out, returns_tuple), code
@@ -279,8 +279,8 @@ def _without_isa_check(patches: Patches) -> dict[str, JSONLike]:
     """The patches, plus one that skips Inductor's check of each vector ISA, which builds libraries
     for 8 s.
     """
-    known = _vector_isa_works() and torch._inductor.config.cpp.vec_isa_ok is None
-    return {"cpp.vec_isa_ok": True, **patches} if known else dict(patches)
+    is_known = _vector_isa_works() and torch._inductor.config.cpp.vec_isa_ok is None
+    return {"cpp.vec_isa_ok": True, **patches} if is_known else dict(patches)
 
 
 @functools.cache

@@ -117,9 +117,9 @@ def share(group: ProcessGroup, device: torch.device) -> None:
         why = why or failure
         if not any(_gathered(why, group)) and buffers is not None:
             why = _tried(buffers, rank, group)
-        found = [each for each in _gathered(why, group) if each]
-        if found or buffers is None:
-            _refused[name] = f"its ranks cannot write each other's memory: {found[0]}"
+        reasons = [each for each in _gathered(why, group) if each]
+        if reasons or buffers is None:
+            _refused[name] = f"its ranks cannot write each other's memory: {reasons[0]}"
             return
         halves = new_halves(size, device)
         aborted = torch.zeros(1, dtype=torch.int32, device=device)
@@ -128,9 +128,9 @@ def share(group: ProcessGroup, device: torch.device) -> None:
 
 
 def _gathered(value: T, group: ProcessGroup) -> list[T]:
-    found = [value] * group.size()
-    distributed.all_gather_object(found, value, group=group)
-    return found
+    values = [value] * group.size()
+    distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def _attempt(call: Callable[[], T]) -> tuple[T | None, str]:
@@ -204,6 +204,6 @@ def abort() -> None:
 
 def forget(name: str | None = None) -> None:
     """Give up the memory of this group, or of all. No kernel may use it."""
-    for known in [name] if name else [*_shared, *_refused]:
-        _shared.pop(known, None)
-        _refused.pop(known, None)
+    for shared in [name] if name else [*_shared, *_refused]:
+        _shared.pop(shared, None)
+        _refused.pop(shared, None)

@@ -270,14 +270,14 @@ def editable_copy(gm: GraphModule) -> GraphModule:
             copied._dynamo_source = node._dynamo_source
     old, new = gm.graph.output_node(), graph.output_node()
     new.meta = dict(old.meta)
-    made = LazyGraphModule(gm, graph)
-    made.meta = dict(gm.meta)
+    copy = LazyGraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
-        made._param_name_to_source = gm._param_name_to_source
+        copy._param_name_to_source = gm._param_name_to_source
     for name, child in gm.named_children():
-        if isinstance(child, GraphModule) and hasattr(made, name):  # a region
-            setattr(made, name, editable_copy(child))
-    return made
+        if isinstance(child, GraphModule) and hasattr(copy, name):  # a region
+            setattr(copy, name, editable_copy(child))
+    return copy
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode | None:
@@ -335,8 +335,8 @@ def nested_compile_region(function: Callable[P, T]) -> Callable[P, T]:
         if limit in inspect.signature(torch.compiler.nested_compile_region).parameters
         else {}
     )
-    made: Callable[P, T] = torch.compiler.nested_compile_region(function, **many)  # type: ignore[arg-type]
-    return made
+    region: Callable[P, T] = torch.compiler.nested_compile_region(function, **many)  # type: ignore[arg-type]
+    return region
 
 
 def forget_region(function: Callable[P, T]) -> None:
@@ -378,12 +378,12 @@ def functional_graph(gm: GraphModule, fakes: Sequence[Input]) -> Functional:
     from torch._functorch.aot_autograd import aot_module_simplified
 
     target = Target()
-    found: list[tuple[GraphModule, str | None]] = []
+    graphs: list[tuple[GraphModule, str | None]] = []
 
     def inference_compiler(
         functional: GraphModule, inputs: Sequence[Input]
     ) -> Callable[[list[Input]], Input | Sequence[Input]]:
-        found.append((functional, added_by_aot(functional, len(fakes))))
+        graphs.append((functional, added_by_aot(functional, len(fakes))))
         return make_boxed_func(target)
 
     with torch._dynamo.utils.preserve_rng_state(), _no_memory_formats(), modes_restored():
@@ -396,7 +396,7 @@ def functional_graph(gm: GraphModule, fakes: Sequence[Input]) -> Functional:
             decompositions={},
             keep_inference_input_mutations=True,
         )
-    return Functional(*found[0], call, target)
+    return Functional(*graphs[0], call, target)
 
 
 def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
@@ -472,7 +472,7 @@ def size_facts(graph: Graph) -> list[str]:
     if mode is None or mode.shape_env is None:
         return []
     env = mode.shape_env
-    ranges = [f"{symbol}: {found}" for symbol, found in env.var_to_range.items()]
+    ranges = [f"{symbol}: {interval}" for symbol, interval in env.var_to_range.items()]
     return sorted([*ranges, *(str(guard.expr) for guard in env.guards)])
 
 
@@ -483,15 +483,17 @@ def bounds(graph: Graph, size: sympy.Expr) -> tuple[int, int | None]:
     mode = fake_mode_of(graph)
     if mode is None or mode.shape_env is None:
         return 0, None
-    found = bound_sympy(size, mode.shape_env.var_to_range)
-    return max(int(found.lower), 0), None if found.upper in (int_oo, sympy.oo) else int(found.upper)
+    interval = bound_sympy(size, mode.shape_env.var_to_range)
+    return max(int(interval.lower), 0), None if interval.upper in (int_oo, sympy.oo) else int(
+        interval.upper
+    )
 
 
 def sizes_stay_symbolic() -> contextlib.AbstractContextManager[None]:
     """A context in which fake tensors use torch's Python kernels, as in AOTAutograd: C++ kernels
     specialize symbolic sizes, for example of padding."""
-    found: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
-    return found
+    context: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
+    return context
 
 
 @contextlib.contextmanager
@@ -514,7 +516,7 @@ def trace_with_symbolic_sizes(function: Callable[..., T], *args: Tensor) -> Grap
     with outside_of_tracing():
         mode = FakeTensorMode(shape_env=ShapeEnv())
         mode.cache_enabled = False  # entries with symbolic sizes are expensive, and are not reused
-        fakes = [mode.from_tensor(given) for given in args]
+        fakes = [mode.from_tensor(argument) for argument in args]
         with sizes_stay_symbolic(), _no_memory_formats():
             return make_fx(function, tracing_mode="fake")(*fakes).graph
 

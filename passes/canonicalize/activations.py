@@ -39,10 +39,10 @@ def one_activation(graph: Graph, keep_roundings: bool) -> list[Node]:
     dtypes = (torch.float32,) if keep_roundings else (torch.float32, *HALVES)
     changed = []
     for node in list(graph.nodes):
-        found = _activation(node)
-        if found is None or value(node).dtype not in dtypes:
+        activation = _activation(node)
+        if activation is None or value(node).dtype not in dtypes:
             continue
-        result, x, approximate = found
+        result, x, approximate = activation
         result, x = _without_casts(result, x)
         if result is node and call(node).op in ("silu", "gelu"):
             continue
@@ -119,22 +119,22 @@ def _of_gelu(node: Node) -> _Found | None:
         return None
     part = node
     while (around := only_reader(part)) is not None:
-        part, made = around, polynomial(around, {x: (1, 0), node: (0, 1)})
-        if made is None:
+        part, factors = around, polynomial(around, {x: (1, 0), node: (0, 1)})
+        if factors is None:
             return None
-        if _same(made, _HALF_TIMES_ONE_PLUS):
+        if _same(factors, _HALF_TIMES_ONE_PLUS):
             return part, x, approximate
     return None
 
 
 def _below(node: Node) -> list[Node]:
     """The values from which a node may be computed as a polynomial, the nearest first."""
-    found, reached = [node], [node]
+    nodes, reached = [node], [node]
     for _ in range(_DEEPEST):
         above = [node for node in reached if call(node).op in _TERMS]
         reached = list(dict.fromkeys(part for each in above for part in call(each).operands))
-        found += reached
-    return list(dict.fromkeys(found))
+        nodes += reached
+    return list(dict.fromkeys(nodes))
 
 
 def polynomial(
@@ -168,11 +168,11 @@ def _add(terms: list[Polynomial], here: Call) -> Polynomial | None:
 
 
 def _mul(first: Polynomial, second: Polynomial) -> Polynomial:
-    made: Polynomial = {}
+    product: Polynomial = {}
     for (i, j), a in first.items():
         for (k, n), b in second.items():
-            made[i + k, j + n] = made.get((i + k, j + n), 0.0) + a * b
-    return made
+            product[i + k, j + n] = product.get((i + k, j + n), 0.0) + a * b
+    return product
 
 
 def _div(terms: list[Polynomial], here: Call) -> Polynomial | None:
@@ -198,12 +198,14 @@ _TERMS: dict[str, tuple[int, Callable[[list[Polynomial], Call], Polynomial | Non
 }
 
 
-def _same(made: Polynomial | None, wanted: Polynomial) -> bool:
+def _same(polynomial: Polynomial | None, wanted: Polynomial) -> bool:
     """Whether all coefficients are equal, to the digits that models write."""
-    if made is None:
+    if polynomial is None:
         return False
-    powers = {*made, *wanted}
-    return all(math.isclose(made.get(at, 0), wanted.get(at, 0), rel_tol=1e-6) for at in powers)
+    powers = {*polynomial, *wanted}
+    return all(
+        math.isclose(polynomial.get(at, 0), wanted.get(at, 0), rel_tol=1e-6) for at in powers
+    )
 
 
 def _without_casts(result: Node, x: Node) -> tuple[Node, Node]:

@@ -146,16 +146,16 @@ def _keep_dim(mean: Node, changed: list[Node]) -> bool:
 
 def _roots(variance: Node, x: Node, changed: list[Node]) -> list[Node]:
     """The nodes that compute 1 / sqrt(variance), all as rsqrt."""
-    found = []
+    roots = []
     for reader in list(variance.users):
         here = call(reader)
         if here.op == "rsqrt":
-            found.append(reader)
+            roots.append(reader)
         elif here.op == "pow" and here.attrs.get("exponent") == -0.5:
-            found.append(_as_rsqrt(variance, reader, changed))
+            roots.append(_as_rsqrt(variance, reader, changed))
         elif here.op == "sqrt" or (here.op == "pow" and here.attrs.get("exponent") == 0.5):
-            found += _of_sqrt(variance, x, reader, changed)
-    return found
+            roots += _of_sqrt(variance, x, reader, changed)
+    return roots
 
 
 def _as_rsqrt(variance: Node, node: Node, changed: list[Node]) -> Node:
@@ -166,11 +166,11 @@ def _as_rsqrt(variance: Node, node: Node, changed: list[Node]) -> Node:
 
 
 def _of_sqrt(variance: Node, x: Node, sqrt: Node, changed: list[Node]) -> list[Node]:
-    found = []
+    roots = []
     for reader in list(sqrt.users):
         here = call(reader)
         if here.op == "reciprocal" or (here.op == "pow" and here.attrs.get("exponent") == -1):
-            found.append(_as_rsqrt(variance, reader, changed))
+            roots.append(_as_rsqrt(variance, reader, changed))
         elif (
             here.op == "div" and not here.attrs and here.operands in ([x, sqrt], [uncast(x), sqrt])
         ):
@@ -178,53 +178,53 @@ def _of_sqrt(variance: Node, x: Node, sqrt: Node, changed: list[Node]) -> list[N
             product = insert(reader, aten.mul.Tensor, here.operands[0], root)
             changed.append(reader)
             replace(reader, product)
-            found.append(root)
-    return found
+            roots.append(root)
+    return roots
 
 
 def _products(root: Node, x: Node, keep_roundings: bool, changed: list[Node]) -> list[Node]:
     """The products of a row in fp32 with its root; a row in 16 bits is cast first."""
-    found = []
+    products = []
     for reader in list(root.users):
         here = call(reader)
         if here.op == "cast" and value(reader).dtype in HALVES and not keep_roundings:
-            found += _of_rounded(reader, root, x, changed)
+            products += _of_rounded(reader, root, x, changed)
         elif here.op != "mul" or len(here.operands) != 2:
             continue
         elif x in here.operands:
-            found.append(reader)
+            products.append(reader)
         elif (narrow := uncast(x)) is not None and narrow in here.operands:
             changed.append(reader)
             product = insert(reader, aten.mul.Tensor, x, root)
             replace(reader, product)
-            found.append(product)
-    return found
+            products.append(product)
+    return products
 
 
 def _of_rounded(rounded: Node, root: Node, x: Node, changed: list[Node]) -> list[Node]:
     """The products of a row in 16 bits with its rounded root, rounded afterwards instead."""
-    narrow, found = uncast(x), []
+    narrow, products = uncast(x), []
     for reader in list(rounded.users):
         if call(reader).op == "mul" and set(call(reader).operands) == {narrow, rounded}:
             changed.append(reader)
             product = insert(reader, aten.mul.Tensor, x, root)
             dtype = value(reader).dtype
             replace(reader, insert(reader, aten._to_copy.default, product, dtype=dtype))
-            found.append(product)
-    return found
+            products.append(product)
+    return products
 
 
 def _weighted(row: Node) -> Node | None:
     """The product of a normalized row with a vector, maybe after views and casts."""
     for reader in row.users:
-        here, found = call(reader), None
+        here, weighted = call(reader), None
         if here.op == "mul" and len(here.operands) == 2:
             by_vector = any(value(operand).dim() <= 1 for operand in here.operands)
-            found = reader if by_vector else None
+            weighted = reader if by_vector else None
         elif here.op in _BEFORE_WEIGHT and len(here.operands) == 1:
-            found = _weighted(reader)
-        if found is not None:
-            return found
+            weighted = _weighted(reader)
+        if weighted is not None:
+            return weighted
     return None
 
 

@@ -28,9 +28,9 @@ def _can_move(view: Node) -> bool:
     [total] = call(view).operands
     here = call(total)
     both = value(view).dim() > 0 and value(total).dim() > 0
-    kept = both and known_equal(value(view).shape[-1], value(total).shape[-1])
+    keeps_rows = both and known_equal(value(view).shape[-1], value(total).shape[-1])
     return (
-        kept
+        keeps_rows
         and here.op == "add"
         and len(here.operands) == 2
         and only_reader(total) is not None

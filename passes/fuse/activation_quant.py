@@ -32,10 +32,10 @@ def _replacement(
     scale: Tensor | None,
     **captured: Unpack[Attributes],
 ) -> Tensor | tuple[Tensor, ...]:
-    made = ops.silu_and_mul_quant(
+    results = ops.silu_and_mul_quant(
         gate, up, scale, scheme=quantizer.scheme, **quantizer.attributes(captured)
     )
-    return quantizer.results(made, [])
+    return quantizer.results(results, [])
 
 
 def _example(quantizer: Quantizer) -> Example:

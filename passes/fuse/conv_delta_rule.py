@@ -77,24 +77,24 @@ def _miss(node: Node, difference: Difference) -> NearMiss:
 
 def _delta_net(rule: Node) -> _DeltaNet | Difference:
     """What is fused, or the first reason why nothing is."""
-    given = arguments_of(rule)
+    arguments = arguments_of(rule)
     parts: list[_Part] = []
     start = 0
     for name in ("q", "k", "v"):
-        part = _columns(_node(given[name]), start, name)
+        part = _columns(_node(arguments[name]), start, name)
         if isinstance(part, Difference):
             return part
         parts.append(part)
-        start += _width(_node(given[name]))
+        start += _width(_node(arguments[name]))
     convolution = parts[0].convolution
     if any(part.convolution is not convolution for part in parts):
         one = "q, k and v from one convolution"
         return Difference("same value", one, "several convolutions", rule)
-    gates = _gates(given)
+    gates = _gates(arguments)
     if isinstance(gates, Difference):
         return gates
     between = [node for part in parts for node in part.path]
-    between += [_node(given[name]) for name in _RESULTS]
+    between += [_node(arguments[name]) for name in _RESULTS]
     net = _DeltaNet(rule, convolution, gates, between)
     return _unfit(net) or net
 
@@ -114,8 +114,8 @@ def _columns(heads: Node, start: int, name: str) -> _Part | Difference:
     if (attrs["dim"], attrs["start"], attrs["step"]) != (-1, start, 1) or not known_equal(
         value(part).shape[-1], _width(heads)
     ):
-        found = f"{value(part).shape[-1]} columns from {attrs['start']} on"
-        return Difference("operand order", expected, found, part)
+        columns = f"{value(part).shape[-1]} columns from {attrs['start']} on"
+        return Difference("operand order", expected, columns, part)
     rows = value(part).shape[:-1]
     if len(rows) != value(heads).dim() - 2 or not all(
         map(known_equal, rows, value(heads).shape[:-2])
@@ -124,20 +124,20 @@ def _columns(heads: Node, start: int, name: str) -> _Part | Difference:
     return _Part(convolution, path)
 
 
-def _gates(given: Mapping[str, Argument]) -> Node | Difference:
+def _gates(arguments: Mapping[str, Argument]) -> Node | Difference:
     """The delta_gates whose results g and beta are."""
-    found = []
+    sources = []
     for name, index in _RESULTS.items():
-        node = _node(given[name])
+        node = _node(arguments[name])
         source = node.args[0] if node.target is operator.getitem else node
         assert isinstance(source, Node)
         if source.target is not ops.delta_gates.overload or node.args[1] != index:
             expected = f"{name} of delta_gates"
             return Difference("other op", expected, _name(source), source)
-        found.append(source)
-    if found[0] is not found[1]:
-        return Difference("same value", "g and beta of one delta_gates", "two of them", found[1])
-    return found[0]
+        sources.append(source)
+    if sources[0] is not sources[1]:
+        return Difference("same value", "g and beta of one delta_gates", "two of them", sources[1])
+    return sources[0]
 
 
 def _unfit(net: _DeltaNet) -> Difference | None:
@@ -164,17 +164,17 @@ def _unfit(net: _DeltaNet) -> Difference | None:
 
 def _fuse(net: _DeltaNet) -> Fired:
     together = net.convolution, net.gates, net.rule
-    given = {name: x for node in together for name, x in arguments_of(node).items()}
+    arguments = {name: x for node in together for name, x in arguments_of(node).items()}
     op = ops.conv_gated_delta_rule_update
-    bound = op.signature.bind(**{name: given[name] for name in op.signature.parameters})
-    made = insert(net.rule, op.overload, *bound.args, **bound.kwargs)
+    bound = op.signature.bind(**{name: arguments[name] for name in op.signature.parameters})
+    fused = insert(net.rule, op.overload, *bound.args, **bound.kwargs)
     consumed = tuple(call(node).op for node in together)
     nodes = net.replaced()
-    made.meta.update(inherited(nodes, net.rule, NAME, consumed))
-    replace(net.rule, made)
+    fused.meta.update(inherited(nodes, net.rule, NAME, consumed))
+    replace(net.rule, fused)
     _erase({*nodes} - {net.rule})
-    attrs = {name: given[name] for name in ("activation", "scale", "rate_scale")}
-    return Fired(NAME, net.rule, attrs, {*nodes}, [made], consumed)
+    attrs = {name: arguments[name] for name in ("activation", "scale", "rate_scale")}
+    return Fired(NAME, net.rule, attrs, {*nodes}, [fused], consumed)
 
 
 def _erase(nodes: set[Node]) -> None:
@@ -195,6 +195,6 @@ def _width(heads: Node) -> int:
     return int(count) * int(width)
 
 
-def _node(given: Argument) -> Node:
-    assert isinstance(given, Node)
-    return given
+def _node(argument: Argument) -> Node:
+    assert isinstance(argument, Node)
+    return argument

@@ -115,8 +115,8 @@ def _norm_example(fp8: bool) -> Example:
     }
 
 
-def _attrs(**given: object) -> dict[str, str]:
-    return {"scheme": "fp8"} if "k_scale" in given else {}
+def _attrs(**arguments: object) -> dict[str, str]:
+    return {"scheme": "fp8"} if "k_scale" in arguments else {}
 
 
 _SCALES = ("k_scale", "v_scale")

@@ -61,10 +61,10 @@ def _replacement(
     out: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     rotated = transpose(k_pe, 1, 2) if heads_first else k_pe
-    made = ops.linear_split_cat(
+    results = ops.linear_split_cat(
         x, weight, x_scale, weight_scale, rotated, nope=nope, scheme=scheme, out_dtype=out
     )
-    return (transpose(made[0], 1, 2), transpose(made[1], 1, 2)) if heads_first else made
+    return (transpose(results[0], 1, 2), transpose(results[1], 1, 2)) if heads_first else results
 
 
 def _example(scheme: str, heads_first: bool) -> Example:

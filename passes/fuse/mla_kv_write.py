@@ -64,8 +64,8 @@ def example(scaled: bool) -> Example:
     }
 
 
-def _attrs(**given: object) -> dict[str, str]:
-    return {"scheme": "fp8"} if "scale" in given else {}
+def _attrs(**arguments: object) -> dict[str, str]:
+    return {"scheme": "fp8"} if "scale" in arguments else {}
 
 
 _WRITTEN = ("kv_c", "k_pe", "kv_cache", "slots")

@@ -116,7 +116,7 @@ def _fuse(first: OpCall, second: OpCall) -> Fired:
     operands = (x["x"], y["x"], x["weight"], y["weight"], x["eps"])
     with last.graph.inserting_after(last):
         if _quantizes(x_norm):
-            made = last.graph.call_function(
+            fused = last.graph.call_function(
                 ops.rms_norm_pair_quant.overload,
                 (*operands, x["scale"], y.get("scale"), x["style"]),
                 {
@@ -127,28 +127,28 @@ def _fuse(first: OpCall, second: OpCall) -> Fired:
                 },
             )
         else:
-            made = last.graph.call_function(ops.rms_norm_pair.overload, (*operands, x["style"]))
+            fused = last.graph.call_function(ops.rms_norm_pair.overload, (*operands, x["style"]))
     attrs = {name: x[name] for name in ("eps", "style", "scheme") if name in x}
     consumed = tuple(call(norm.node).op for norm in (first, second))
-    made.meta.update(inherited((first.node, second.node), first.node, NAME, consumed))
-    infer(made)
+    fused.meta.update(inherited((first.node, second.node), first.node, NAME, consumed))
+    infer(fused)
     one = 5 if _quantizes(x_norm) else 1
-    _replace(x_norm, made, (0, 1, 4) if _quantizes(x_norm) else (0,))
-    _replace(y_norm, made, (2, 3, 5) if _quantizes(y_norm) else (one,))
-    return Fired(NAME, first.node, attrs, {first.node, second.node}, [made], consumed)
+    _replace(x_norm, fused, (0, 1, 4) if _quantizes(x_norm) else (0,))
+    _replace(y_norm, fused, (2, 3, 5) if _quantizes(y_norm) else (one,))
+    return Fired(NAME, first.node, attrs, {first.node, second.node}, [fused], consumed)
 
 
-def _replace(norm: OpCall, made: Node, results: tuple[int, ...]) -> None:
+def _replace(norm: OpCall, fused: Node, results: tuple[int, ...]) -> None:
     """Let the readers of a norm read these results of the op that replaces it."""
     parts = list(norm.node.users) if _quantizes(norm) else [norm.node]
     for part in parts:
         at = part.args[1] if _quantizes(norm) else 0
         assert isinstance(at, int)
-        with made.graph.inserting_after(made):
-            new = made.graph.call_function(operator.getitem, (made, results[at]))
-        new.meta = {**part.meta, "val": value(made)[results[at]]}
+        with fused.graph.inserting_after(fused):
+            new = fused.graph.call_function(operator.getitem, (fused, results[at]))
+        new.meta = {**part.meta, "val": value(fused)[results[at]]}
         set_record(new, replace(record_of(part), made_by=NAME))
         part.replace_all_uses_with(new)
-        made.graph.erase_node(part)
+        fused.graph.erase_node(part)
     if _quantizes(norm):
-        made.graph.erase_node(norm.node)
+        fused.graph.erase_node(norm.node)

@@ -57,9 +57,11 @@ class Quantizer:
         self, y: Tensor, scale: Tensor | None, **captured: Unpack[Attributes]
     ) -> tuple[Tensor, ...]:
         """The results of the op: codes, and scales if it computes them."""
-        given = (y, scale) if self.is_static else (y,)
-        made = self.op(*given, **{self._name(of): x for of, x in self.attributes(captured).items()})
-        return made if isinstance(made, tuple) else (made,)
+        operands = (y, scale) if self.is_static else (y,)
+        results = self.op(
+            *operands, **{self._name(of): x for of, x in self.attributes(captured).items()}
+        )
+        return results if isinstance(results, tuple) else (results,)
 
     def attributes(self, captured: Attributes) -> Attributes:
         """What a fused op is called with, besides the scheme."""
@@ -69,11 +71,11 @@ class Quantizer:
         return self.renamed.get(argument, argument)
 
     def results(
-        self, made: tuple[Tensor, ...], further: Sequence[int]
+        self, fused: tuple[Tensor, ...], further: Sequence[int]
     ) -> Tensor | tuple[Tensor, ...]:
         """What replaces the results of the quantizer, then the `further` results of a fused op."""
-        found = tuple(made[i] for i in [*([0] if self.is_static else [0, 1]), *further])
-        return found if len(found) > 1 else found[0]
+        selected = tuple(fused[i] for i in [*([0] if self.is_static else [0, 1]), *further])
+        return selected if len(selected) > 1 else selected[0]
 
 
 # The dtype of fp8 codes of all quantizers.

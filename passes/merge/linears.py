@@ -213,14 +213,14 @@ def _mergeable(
     return mergeable, refused
 
 
-def _unfit(given: Argument, real: Real) -> str | None:
+def _unfit(argument: Argument, real: Real) -> str | None:
     """Why this argument of a call cannot be packed, or None."""
-    if not isinstance(given, Node) or given.op != "placeholder" or given not in real:
+    if not isinstance(argument, Node) or argument.op != "placeholder" or argument not in real:
         return "its weight is computed in the graph"
-    if len(given.users) > 1:
-        return f"{input_name(given)} has other readers"
-    reason = packed_weights.unpackable(real[given])
-    return f"{input_name(given)}: {reason}" if reason else None
+    if len(argument.users) > 1:
+        return f"{input_name(argument)} has other readers"
+    reason = packed_weights.unpackable(real[argument])
+    return f"{input_name(argument)}: {reason}" if reason else None
 
 
 def _as_packed_before(
@@ -229,7 +229,7 @@ def _as_packed_before(
     """The calls to merge with each other: as an earlier graph has packed their parameters, and all
     others together.
     """
-    found: list[list[OpCall]] = []
+    together_before: list[list[OpCall]] = []
     others: list[OpCall] = []
     refused: list[Refused] = []
     by_parameter = {id(_parameter(linear, name, real)): linear for linear in group}
@@ -242,9 +242,9 @@ def _as_packed_before(
         elif len(here) < len(together):
             reason = f"{input_name(linear[name])} is packed with others for another graph"
             refused.append((linear.node, "packed", reason))
-        elif here not in found:
-            found.append(here)
-    return found + ([others] if len(others) > 1 else []), refused
+        elif here not in together_before:
+            together_before.append(here)
+    return together_before + ([others] if len(others) > 1 else []), refused
 
 
 def _different(
@@ -296,19 +296,19 @@ def _merge(
     split_at = [*widths, zero_rows] if zero_rows else widths
     with graph.inserting_before(first):
         bound = group[0].bound(**packed)
-        whole = graph.call_function(group[0].op.overload, bound.args, bound.kwargs)
-        split = graph.call_function(aten.split_with_sizes.default, (whole, split_at, -1))
+        merged = graph.call_function(group[0].op.overload, bound.args, bound.kwargs)
+        split = graph.call_function(aten.split_with_sizes.default, (merged, split_at, -1))
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(nodes))]
-    for made in (whole, split):
-        made.meta.update(inherited(nodes, first, kind))
-        made.meta["val"] = values.of(made)
+    for node_of_all in (merged, split):
+        node_of_all.meta.update(inherited(nodes, first, kind))
+        node_of_all.meta["val"] = values.of(node_of_all)
     for i, (node, part) in enumerate(zip(nodes, parts, strict=True)):
         part.meta.update(node.meta, val=value(split)[i])
         node.replace_all_uses_with(part)
         graph.erase_node(node)
         spread_strides(graph, part, value(node), values)
     attrs = {"widths": widths} | ({"zero_rows": zero_rows} if zero_rows else {})
-    return Fired(kind, nodes[0], attrs, set(nodes), [whole, split, *parts])
+    return Fired(kind, nodes[0], attrs, set(nodes), [merged, split, *parts])
 
 
 def _zero_rows(linear: OpCall, rows: int) -> int:

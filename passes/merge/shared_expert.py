@@ -146,11 +146,11 @@ def _mixture(routed: OpCall, added: Node, shared: Node) -> _Mixture:
             back(operand)
     if not same_shape(value(added), value(shared)) or call(added).attrs.get("alpha", 1) != 1:
         raise _Unfit("size", "a sum of equal shapes", describe(added), added)
-    found = back(shared)
-    column = _column(found, shared)
+    scaled = back(shared)
+    column = _column(scaled, shared)
     if column is not None:
-        found = back(next(node for node in _factors(found) if node is not column))
-    down = _linear(routed, found)
+        scaled = back(next(node for node in _factors(scaled) if node is not column))
+    down = _linear(routed, scaled)
     active = back(_unquantized(routed, down, back))
     _check_activation(routed, active, down)
     gate, up = (_linear(routed, back(node)) for node in call(active).operands)
@@ -187,25 +187,25 @@ def _check_activation(routed: OpCall, active: Node, down: OpCall) -> None:
 def _check_input(routed: OpCall, linear: OpCall) -> None:
     """Raise _Unfit if a linear does not read the rows that the routed experts read."""
     for name in ("x", "x_scale"):
-        given, wanted = linear.arguments.get(name), routed.arguments.get(name)
-        if not _same_rows(given, wanted):
-            raise _Unfit("same value", f"{name} of the routed experts", str(given), linear.node)
+        argument, wanted = linear.arguments.get(name), routed.arguments.get(name)
+        if not _same_rows(argument, wanted):
+            raise _Unfit("same value", f"{name} of the routed experts", str(argument), linear.node)
 
 
 def _linear(routed: OpCall, node: Node) -> OpCall:
     """The call of a linear that multiplies as the routed experts do, without a bias."""
     assert routed.op.linear is not None
     wanted = routed.op.linear(routed.arguments)
-    found = op_call(node)
-    if found is None or found.op is not wanted:
+    called = op_call(node)
+    if called is None or called.op is not wanted:
         raise _Unfit("other op", f"{wanted.name}, as {routed.op.name}", describe(node), node)
-    if found.arguments["bias"] is not None:
-        raise _Unfit("guard", "no bias", f"{found['bias'].name} is added", node)
-    for name in found.arguments.keys() & {"out_dtype", "block", "group"}:
-        if found.arguments[name] != routed.arguments[name]:
+    if called.arguments["bias"] is not None:
+        raise _Unfit("guard", "no bias", f"{called['bias'].name} is added", node)
+    for name in called.arguments.keys() & {"out_dtype", "block", "group"}:
+        if called.arguments[name] != routed.arguments[name]:
             same = f"{name}={routed.arguments[name]}, as the routed experts"
-            raise _Unfit("attribute", same, f"{name}={found.arguments[name]}", node)
-    return found
+            raise _Unfit("attribute", same, f"{name}={called.arguments[name]}", node)
+    return called
 
 
 def _unquantized(routed: OpCall, down: OpCall, back: Callable[[Node], Node]) -> Node:
@@ -214,11 +214,13 @@ def _unquantized(routed: OpCall, down: OpCall, back: Callable[[Node], Node]) -> 
         return down["x"]
     codes = back(down["x"])
     back(down["x_scale"])
-    made, known = _quantizer(codes), _quantizer(_rows(routed["x"]))
-    if made is None or known is None or not _equal_calls(made, known):
-        wanted = describe(known) if known is not None else "a quantizer of the routed experts"
-        raise _Unfit("other op", wanted, describe(made or codes), down.node)
-    return call(made).operands[0]
+    quantizer, of_routed = _quantizer(codes), _quantizer(_rows(routed["x"]))
+    if quantizer is None or of_routed is None or not _equal_calls(quantizer, of_routed):
+        wanted = (
+            describe(of_routed) if of_routed is not None else "a quantizer of the routed experts"
+        )
+        raise _Unfit("other op", wanted, describe(quantizer or codes), down.node)
+    return call(quantizer).operands[0]
 
 
 def _quantizer(codes: Node) -> Node | None:
@@ -248,8 +250,8 @@ def _check(mixture: _Mixture, context: Context) -> None:
         wanted = "rounding='fp32'"
         raise _Unfit("guard", wanted, "rounding='hf', but the sum would round once less", node)
     for name in ("b13", "b2", "act_scale", "limit", "interleaved"):
-        if given := routed.arguments.get(name):
-            raise _Unfit("attribute", f"routed experts without {name}", f"{name}={given}", node)
+        if argument := routed.arguments.get(name):
+            raise _Unfit("attribute", f"routed experts without {name}", f"{name}={argument}", node)
     if routed.arguments.get("weight_on_input") and mixture.column is not None:
         wanted = "weights of results"
         raise _Unfit("attribute", wanted, "weight_on_input, which changes x", node)
@@ -274,11 +276,11 @@ def _parts(mixture: _Mixture, real: Mapping[Node, Input]) -> Iterator[tuple[str,
     of_linear = _stored(mixture.gate, "weight")
     for i, name in enumerate(_stored(mixture.routed, "w13", "w2")):
         linears = (mixture.down,) if i % 2 else (mixture.gate, mixture.up)  # of w2, of w13
-        given = [mixture.routed.arguments[name]]
-        given += [linear.arguments[of_linear[i // 2]] for linear in linears]
-        if given[0] is None and given[1] is None:
+        arguments = [mixture.routed.arguments[name]]
+        arguments += [linear.arguments[of_linear[i // 2]] for linear in linears]
+        if arguments[0] is None and arguments[1] is None:
             continue
-        parts = [node for node in dict.fromkeys(given) if isinstance(node, Node)]
+        parts = [node for node in dict.fromkeys(arguments) if isinstance(node, Node)]
         if reason := _unpackable(parts, mixture, real) or _unlike(parts):
             wanted = f"weights that become one more row of {name}"
             raise _Unfit("guard", wanted, reason, linears[0].node)
@@ -298,15 +300,15 @@ def _unpackable(parts: list[Node], mixture: _Mixture, real: Mapping[Node, Input]
     readers = {mixture.routed.node, *(linear.node for linear in mixture.linears)}
     parameters = []
     for part in parts:
-        given = real.get(part)
-        if part.op != "placeholder" or given is None:
+        parameter = real.get(part)
+        if part.op != "placeholder" or parameter is None:
             return f"{part.name} is computed in the graph"
         if not readers.issuperset(part.users):
             return f"{input_name(part)} has other readers"
-        if reason := packed_weights.unpackable(given):
+        if reason := packed_weights.unpackable(parameter):
             return f"{input_name(part)}: {reason}"
-        assert isinstance(given, nn.Parameter)
-        parameters.append(given)
+        assert isinstance(parameter, nn.Parameter)
+        parameters.append(parameter)
     return packed_weights.packed_with_others(parameters)
 
 
@@ -322,8 +324,8 @@ def _unlike(parts: list[Node]) -> str | None:
     return None if others and fits and alike else ", ".join(map(_spell_value, (first, *others)))
 
 
-def _spell_value(given: Tensor) -> str:
-    return f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"
+def _spell_value(fake: Tensor) -> str:
+    return f"{str(fake.dtype).removeprefix('torch.')}{list(fake.shape)}"
 
 
 def _merge(mixture: _Mixture, parts: Mapping[str, list[Node]]) -> Fired:
@@ -334,14 +336,14 @@ def _merge(mixture: _Mixture, parts: Mapping[str, list[Node]]) -> Fired:
     ids = insert(added, aten.constant_pad_nd.default, routed["ids"], [0, 1], experts)
     weights = _weights(mixture)
     bound = routed.bound(**packed, ids=ids, weights=weights)
-    made = insert(added, routed.op.overload, *bound.args, **bound.kwargs)
-    made.meta.update(inherited(replaced, routed.node, NAME))
-    set_record(made, replace(record_of(made), shared_experts=1))
+    merged = insert(added, routed.op.overload, *bound.args, **bound.kwargs)
+    merged.meta.update(inherited(replaced, routed.node, NAME))
+    set_record(merged, replace(record_of(merged), shared_experts=1))
     [operand] = [node for node in call(added).operands if node in mixture.inner[:1]]
-    routed.node.replace_all_uses_with(made)
-    added.replace_all_uses_with(made if operand is routed.node else operand)
+    routed.node.replace_all_uses_with(merged)
+    added.replace_all_uses_with(merged if operand is routed.node else operand)
     graph.erase_node(added)
-    return Fired(NAME, routed.node, {"experts": experts}, set(replaced), [made])
+    return Fired(NAME, routed.node, {"experts": experts}, set(replaced), [merged])
 
 
 def _weights(mixture: _Mixture) -> Node:

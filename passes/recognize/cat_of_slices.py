@@ -39,7 +39,7 @@ def _parts(node: Node) -> list[Node]:
     written: list[tuple[Size, Size, Node]] = []
     last = node
     while node.target is aten.slice_scatter.default:
-        where = {name: given for name, given in call(node).attrs.items() if name in ("dim", "step")}
+        where = {name: attr for name, attr in call(node).attrs.items() if name in ("dim", "step")}
         if where.get("step", 1) != 1 or where["dim"] != call(last).attrs["dim"]:
             return []
         target, part = call(node).operands
@@ -51,11 +51,11 @@ def _parts(node: Node) -> list[Node]:
     filled: Size = 0
     parts: list[Node] = []
     while not known_equal(filled, size):
-        found = [(end, part) for start, end, part in written if known_equal(start, filled)]
-        if len(found) != 1 or value(found[0][1]).dtype != value(last).dtype:
+        next_parts = [(end, part) for start, end, part in written if known_equal(start, filled)]
+        if len(next_parts) != 1 or value(next_parts[0][1]).dtype != value(last).dtype:
             return []
-        filled = found[0][0]
-        parts.append(found[0][1])
+        filled = next_parts[0][0]
+        parts.append(next_parts[0][1])
     return parts if len(parts) == len(written) else []
 
 

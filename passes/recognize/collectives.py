@@ -36,14 +36,14 @@ def _all_reduce_example() -> Example:
 
 
 def _all_gather(x: Tensor, group: str, ranks: int, parts: str) -> Tensor:
-    found: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(x, ranks, group))
+    gathered: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(x, ranks, group))
     if ranks == 1:
-        return found
+        return gathered
     if parts == "one row":
-        return found.view(*x.shape[:-1], ranks * x.shape[-1])
+        return gathered.view(*x.shape[:-1], ranks * x.shape[-1])
     if parts == "slices":
-        return torch.cat(found.chunk(ranks), -1)
-    return torch.cat(found.view(ranks, *x.shape).unbind(0), -1)
+        return torch.cat(gathered.chunk(ranks), -1)
+    return torch.cat(gathered.view(ranks, *x.shape).unbind(0), -1)
 
 
 def _all_gather_example(ranks: int, dims: int, parts: str) -> Example:
@@ -57,8 +57,8 @@ def _all_gather_example(ranks: int, dims: int, parts: str) -> Example:
 
 
 def _cases(index: Index) -> Sequence[Case]:
-    found = {call(node).attrs["group_size"]: None for node in index[_GATHER]}
-    return [case for ranks in found if isinstance(ranks, int) for case in _cases_of(ranks)]
+    sizes = {call(node).attrs["group_size"]: None for node in index[_GATHER]}
+    return [case for ranks in sizes if isinstance(ranks, int) for case in _cases_of(ranks)]
 
 
 @functools.cache

@@ -119,8 +119,8 @@ def _of_transformers(
     )
     forward = getattr(sys.modules[TRANSFORMERS], name)
     tensors = (given.x, given.ids, given.weights)
-    made: Tensor = torch.func.functionalize(partial(forward, module))(*tensors)
-    return made
+    result: Tensor = torch.func.functionalize(partial(forward, module))(*tensors)
+    return result
 
 
 def _pattern(
@@ -205,20 +205,20 @@ def _example(
     of_w13, of_w2 = (2 * inner, width), (width, inner)
     if layout.transposed:
         of_w13, of_w2 = of_w13[::-1], of_w2[::-1]
-    made = partial(tensor_example, device=device)
+    example = partial(tensor_example, device=device)
     limits = {"low": -3.5, "high": 6.5} if gate.limited else {}
     return {
-        "x": made(tokens, width),
-        "ids": made(tokens, k, dtype=torch.int64),
-        "weights": made(tokens, k, dtype=OneOf(torch.float32, torch.bfloat16)),
-        "w13": made(experts, *of_w13),
-        "w2": made(experts, *of_w2),
+        "x": example(tokens, width),
+        "ids": example(tokens, k, dtype=torch.int64),
+        "weights": example(tokens, k, dtype=OneOf(torch.float32, torch.bfloat16)),
+        "w13": example(experts, *of_w13),
+        "w2": example(experts, *of_w2),
         "forward": forward,
         "activation": gate.activation,
         "interleaved": gate.interleaved,
         "transposed": layout.transposed,
-        "b13": made(experts, 2 * inner) if layout.biased else None,
-        "b2": made(experts, width) if layout.biased else None,
+        "b13": example(experts, 2 * inner) if layout.biased else None,
+        "b2": example(experts, width) if layout.biased else None,
         **({"alpha": 1.3} if gate.activation == "swiglu_oai" else {}),
         **limits,
     }
@@ -232,7 +232,7 @@ _Key = tuple[str, WeightLayout, int, int, str]
 def _case(key: _Key, gate: GateForm) -> Case:
     forward, layout, tokens, experts, device = key
     of_transformers = partial(_of_transformers, forward, experts, layout.transposed)
-    given: Example = {
+    arguments: Example = {
         "forward": of_transformers if forward else _written_out,
         "gate": gate,
         "layout": layout,
@@ -241,7 +241,7 @@ def _case(key: _Key, gate: GateForm) -> Case:
         "device": "cpu" if device == "cpu" else "meta",
     }
     variant = forward.removesuffix("_experts_forward") or "written out"
-    return Case(f"{variant}, {gate.activation}", given, gate.needs)
+    return Case(f"{variant}, {gate.activation}", arguments, gate.needs)
 
 
 def _cases(index: Index) -> Sequence[Case]:

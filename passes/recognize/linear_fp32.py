@@ -70,9 +70,9 @@ def _difference(node: Node, context: Context) -> Difference | None:
 def _replace(node: Node, casts: list[Node]) -> Fired:
     x, weight = (call(cast).operands[0] for cast in casts)
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(ops.linear_fp32.overload, (x, weight))
+        product = node.graph.call_function(ops.linear_fp32.overload, (x, weight))
     replaced = [node, *casts]
     consumed = tuple(call(each).op for each in replaced)
-    made.meta.update(inherited(replaced, node, NAME, consumed), val=value(node))
-    node.replace_all_uses_with(made)
-    return Fired(NAME, node, {"stored": value(x).dtype}, {node, *casts}, [made], consumed)
+    product.meta.update(inherited(replaced, node, NAME, consumed), val=value(node))
+    node.replace_all_uses_with(product)
+    return Fired(NAME, node, {"stored": value(x).dtype}, {node, *casts}, [product], consumed)

@@ -92,14 +92,14 @@ def _unscaled_replacement(
 
 
 def _unscaled_example(in_fp32: bool, biased: bool) -> Example:
-    found = _example(in_fp32)
-    model = found["y"].follows if isinstance(found["y"], OneOf) else None
+    scaled = _example(in_fp32)
+    model = scaled["y"].follows if isinstance(scaled["y"], OneOf) else None
     assert model is not None, "the dtype of y is one of several"
     return {
         "inputs": tensor_example(3, 6, dtype=model),
         "weight": tensor_example(10, 6, dtype=model),
         "bias": tensor_example(10, dtype=model) if biased else None,
-        **{name: given for name, given in found.items() if name not in ("y", "scale")},
+        **{name: value for name, value in scaled.items() if name not in ("y", "scale")},
     }
 
 
@@ -117,8 +117,8 @@ def _if_quantized(*cases: Case) -> Callable[[Index], Sequence[Case]]:
 
 
 def _is_quantized(index: Index) -> bool:
-    found = (op_of(nodes[0].target) for nodes in index.nodes.values())
-    return any(op is not None and op.kind is Kind.LINEAR and op.quantized_weight for op in found)
+    present = (op_of(nodes[0].target) for nodes in index.nodes.values())
+    return any(op is not None and op.kind is Kind.LINEAR and op.quantized_weight for op in present)
 
 
 def _is_chained(index: Index) -> bool:

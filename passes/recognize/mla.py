@@ -91,8 +91,8 @@ def _expanded(
     else:
         both = both.view(*q_rope.shape[:-1], -1)
     k = torch.cat((both[..., :nope], k_rope.expand(q_rope.shape)), -1)
-    found = q, k, both[..., nope:]
-    return tuple(each.transpose(1, 2) for each in found) if heads_first else found
+    expanded = q, k, both[..., nope:]
+    return tuple(each.transpose(1, 2) for each in expanded) if heads_first else expanded
 
 
 def replacement(
@@ -116,7 +116,7 @@ def replacement(
 
 def rows_example(heads_first: bool, width: int, sparse: bool) -> Example:
     """Queries of 7 heads, a latent of this width, and the arguments that are no tensors."""
-    made: Example = (
+    rows: Example = (
         {
             "q_nope": tensor_example(2, 7, 5, 20),
             "q_rope": tensor_example(2, 7, 5, 12),
@@ -133,7 +133,7 @@ def rows_example(heads_first: bool, width: int, sparse: bool) -> Example:
     )
     chosen = torch.zeros((2, 5, 9) if heads_first else (5, 9), dtype=torch.int32)
     return {
-        **made,
+        **rows,
         "kv": tensor_example(0, 13, 33, dtype=OneOf(torch.bfloat16, *FP8)),
         "chosen": chosen if sparse else None,
         "scale": 0.25,
@@ -142,17 +142,17 @@ def rows_example(heads_first: bool, width: int, sparse: bool) -> Example:
 
 
 def _example(heads_first: bool, stateful: bool, sparse: bool) -> Example:
-    made = {**rows_example(heads_first, 22, sparse), "weight": tensor_example(259, 22)}
-    return made if stateful else {**made, "kv": None}
+    example = {**rows_example(heads_first, 22, sparse), "weight": tensor_example(259, 22)}
+    return example if stateful else {**example, "kv": None}
 
 
 def _masked_example(heads_first: bool) -> Example:
-    made = {
+    example = {
         **rows_example(heads_first, 22, sparse=False),
         "weight": tensor_example(259, 22),
         "mask": tensor_example(6, 9, dtype=OneOf(torch.bool, *FLOATS)),
     }
-    return {name: given for name, given in made.items() if name not in ("kv", "chosen")}
+    return {name: given for name, given in example.items() if name not in ("kv", "chosen")}
 
 
 def guard(q_rope: Tensor, heads_first: bool, **_: object) -> str | None:

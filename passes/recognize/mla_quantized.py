@@ -43,8 +43,8 @@ class _Linear(NamedTuple):
     def needs(self, sparse: bool) -> Needs:
         quantizer = {} if self.quantizer is None else self.quantizer.needs
         masked: Needs = {"chosen_mask": {}} if sparse else {}
-        given = ("q", "k", "v", "kv", *["mask"] * sparse)
-        return {**quantizer, **masked, _OPS[self.scheme]: {}, "attention": {"given": given}}
+        operands = ("q", "k", "v", "kv", *["mask"] * sparse)
+        return {**quantizer, **masked, _OPS[self.scheme]: {}, "attention": {"given": operands}}
 
     def __str__(self) -> str:
         rows = "16-bit rows" if self.quantizer is None else self.quantizer.scheme

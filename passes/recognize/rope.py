@@ -95,7 +95,7 @@ def _other_sign_replacement(
 
 
 def _other_sign_example(minus: bool, first: bool) -> Example:
-    inputs = {name: given for name, given in _example("neox").items() if name != "style"}
+    inputs = {name: tensor for name, tensor in _example("neox").items() if name != "style"}
     return {**inputs, "minus": minus, "first": first}
 
 
@@ -109,7 +109,7 @@ def _cast_replacement(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _cast_example() -> Example:
-    tables = {name: given for name, given in _example("pairs").items() if name in ("cos", "sin")}
+    tables = {name: tensor for name, tensor in _example("pairs").items() if name in ("cos", "sin")}
     return {"x": tensor_example(3, 12), **tables}
 
 

@@ -69,9 +69,9 @@ def _in_best_groups(choice: Tensor, router: RouterForm) -> Tensor:
         best = grouped.topk(2, -1).values.sum(-1)
     else:
         best = grouped.max(-1).values
-    chosen = best.topk(router.topk_groups, -1, sorted=False).indices
-    kept = torch.zeros_like(best).scatter(1, chosen, 1)
-    mask = kept.unsqueeze(-1).expand(-1, router.groups, experts // router.groups)
+    best_ids = best.topk(router.topk_groups, -1, sorted=False).indices
+    is_best = torch.zeros_like(best).scatter(1, best_ids, 1)
+    mask = is_best.unsqueeze(-1).expand(-1, router.groups, experts // router.groups)
     # Scores of a softmax are positive, so that 0 is below all of them; with a bias they are not.
     outside = 0.0 if router.score == "softmax" and not router.biased else float("-inf")
     return choice.masked_fill(~mask.reshape(-1, experts).bool(), outside)
@@ -122,7 +122,7 @@ def _replacement(
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    made = ops.topk_route(
+    routed = ops.topk_route(
         logits,
         bias,
         k=k,
@@ -136,13 +136,13 @@ def _replacement(
         scale=scale,
         dtype=dtype if "cast" in router.weighed else router.dtype,
     )
-    return made[0], to_copy(made[1], dtype=torch.int64)
+    return routed[0], to_copy(routed[1], dtype=torch.int64)
 
 
 def _example(router: RouterForm) -> Example:
     experts = 7 * (router.groups if router.groups > 1 else 3)
     logits = _FLOATS if router.dtype == torch.float32 else (router.dtype,)
-    given: Example = {
+    example: Example = {
         "logits": tensor_example(5, experts, dtype=OneOf(*logits)),
         "bias": tensor_example(experts, dtype=OneOf(*reversed(_FLOATS))) if router.biased else None,
         "router": router,
@@ -156,7 +156,7 @@ def _example(router: RouterForm) -> Example:
         "cast": ("dtype", OneOf(*_FLOATS)),
     }
     captured = dict(steps[step] for step in router.weighed if step in steps)
-    return {**given, **captured}
+    return {**example, **captured}
 
 
 def _attrs(logits: Tensor, router: RouterForm, **_: object) -> dict[str, str | int]:
@@ -234,9 +234,14 @@ def _groups(choice: Node) -> tuple[int, int, str, Node]:
         for reader in grouped.users:
             if value(grouped).dim() == 3 and call(reader).op in _GROUP_SCORES:
                 count = _before(mask, "topk")
-                chosen = call(count).attrs["k"] if count is not None else 1
-                assert isinstance(chosen, int)
-                return value(grouped).shape[1], chosen, _GROUP_SCORES[call(reader).op], scores
+                count_of_best = call(count).attrs["k"] if count is not None else 1
+                assert isinstance(count_of_best, int)
+                return (
+                    value(grouped).shape[1],
+                    count_of_best,
+                    _GROUP_SCORES[call(reader).op],
+                    scores,
+                )
     return 0, 1, "max", choice
 
 
@@ -249,17 +254,17 @@ def _before(node: Node, op: str, depth: int = 10) -> Node | None:
 
 def _steps(weights: Node | None) -> tuple[str, ...]:
     """What happens to the weights of the chosen experts, as far as it is in the order of the op."""
-    found: list[str] = []
+    steps: list[str] = []
     while weights is not None:
         following = [user for user in readers(weights) if call(user).op in _STEPS]
         if len(following) != 1:
             break
         [weights] = following
         here = call(weights)
-        if any(_STEPS.index(here.op) <= _STEPS.index(_op_of(step)) for step in found):
+        if any(_STEPS.index(here.op) <= _STEPS.index(_op_of(step)) for step in steps):
             break
-        found.append(_divisor(here) if here.op == "div" else here.op)
-    return tuple(found)
+        steps.append(_divisor(here) if here.op == "div" else here.op)
+    return tuple(steps)
 
 
 def _divisor(div: Call) -> str:

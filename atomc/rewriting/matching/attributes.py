@@ -21,9 +21,9 @@ def attr_differences(site: MatchSite, p: Node, g: Node) -> Iterator[AttrDifferen
     Binds the captured attributes. Attributes that depend on the sizes and dtypes of inputs are
     deferred to conditions.py.
     """
-    wanted, found = call(p), call(g)
-    for name in wanted.attrs.keys() | found.attrs.keys():
-        expected, here = wanted.attrs.get(name), found.attrs.get(name)
+    wanted, actual = call(p), call(g)
+    for name in wanted.attrs.keys() | actual.attrs.keys():
+        expected, here = wanted.attrs.get(name), actual.attrs.get(name)
         if isinstance(expected, Capture):
             yield from _captured(site, f"{bare(wanted.op)} with {name}", name, expected, here)
         elif _follows_from_inputs(wanted.op, name, expected):
@@ -37,7 +37,7 @@ def attr_differences(site: MatchSite, p: Node, g: Node) -> Iterator[AttrDifferen
             yield from _items(site, name, expected, here)
         elif same_attr(expected, here):
             continue
-        elif name == "given" and wanted.op == found.op:
+        elif name == "given" and wanted.op == actual.op:
             yield "attribute", *_operands(bare(wanted.op), names_of(expected), names_of(here))
         else:
             yield (
@@ -66,11 +66,11 @@ def _items(
     site: MatchSite, name: str, expected: tuple[Attr, ...], here: tuple[Attr, ...]
 ) -> Iterator[AttrDifference]:
     """The differences of two tuples of one length; some expected items are captured."""
-    for item, found in zip(expected, here, strict=True):
+    for item, actual in zip(expected, here, strict=True):
         if isinstance(item, Capture):
-            yield from _bind(site, item, found)
-        elif not same_attr(item, found):
-            yield "attribute", f"{name}={bare(item)}", bare(found)
+            yield from _bind(site, item, actual)
+        elif not same_attr(item, actual):
+            yield "attribute", f"{name}={bare(item)}", bare(actual)
 
 
 def _bind(site: MatchSite, capture: Capture, here: Attr) -> Iterator[AttrDifference]:
@@ -92,10 +92,10 @@ def _operands(op: str, expected: tuple[str, ...], here: tuple[str, ...]) -> tupl
     wanted = [f"with {' and '.join(missing)}"] * bool(missing) + [
         f"without {' or '.join(extra)}"
     ] * bool(extra)
-    found = [f"{' and '.join(extra)} given"] * bool(extra) + [
+    actual = [f"{' and '.join(extra)} given"] * bool(extra) + [
         f"{' and '.join(missing)} absent"
     ] * bool(missing)
-    return f"{op} {', '.join(wanted)}", ", ".join(found)
+    return f"{op} {', '.join(wanted)}", ", ".join(actual)
 
 
 def same_attr(expected: Attr, here: Attr) -> bool:

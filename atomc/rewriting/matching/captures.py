@@ -21,22 +21,22 @@ def stand_ins(example: Mapping[str, ExampleValue], turn: int) -> dict[str, Fixed
     turn 0.
     """
     return {
-        name: _stand_in(given, i, turn, example) for i, (name, given) in enumerate(example.items())
+        name: _stand_in(value, i, turn, example) for i, (name, value) in enumerate(example.items())
     }
 
 
-def _stand_in(given: ExampleValue, i: int, turn: int, example: Mapping[str, ExampleValue]) -> Fixed:
-    if isinstance(given, OneOf):
+def _stand_in(value: ExampleValue, i: int, turn: int, example: Mapping[str, ExampleValue]) -> Fixed:
+    if isinstance(value, OneOf):
         # The dtype of a tensor is an attribute only if it is also an argument.
-        fixed = given.follows is not None and not any(
-            given.follows is other for other in example.values()
+        fixed = value.follows is not None and not any(
+            value.follows is other for other in example.values()
         )
-        return given.values[0 if fixed else min(turn, len(given.values) - 1)]
-    if type(given) is int:
-        return given + turn * (1 + i)
-    if isinstance(given, float):
-        return given + 0.7310585 + i  # a number that no model contains
-    return given
+        return value.values[0 if fixed else min(turn, len(value.values) - 1)]
+    if type(value) is int:
+        return value + turn * (1 + i)
+    if isinstance(value, float):
+        return value + 0.7310585 + i  # a number that no model contains
+    return value
 
 
 def differing(
@@ -46,13 +46,13 @@ def differing(
 
     Raises ValueError if two arguments have the same values.
     """
-    found: dict[tuple[Attr, Attr], str] = {}
+    names: dict[tuple[Attr, Attr], str] = {}
     for name, value in first.items():
         if not isinstance(value, Tensor) and value is not second[name] and value != second[name]:
-            other = found.setdefault((value, second[name]), name)
+            other = names.setdefault((value, second[name]), name)
             if other != name:
                 raise ValueError(f"pattern: `{other}` and `{name}` are traced with the same values")
-    return found
+    return names
 
 
 def capture(
@@ -69,8 +69,8 @@ def capture(
     by_difference = differing(first, stand_ins(example, 1))
     by_value: dict[tuple[type, Attr], str] = {
         (type(first[name]), first[name]): name
-        for name, given in example.items()
-        if isinstance(given, float | str)
+        for name, value in example.items()
+        if isinstance(value, float | str)
     }
     if _structure(nodes) != _structure(others):
         raise ValueError(
@@ -82,7 +82,7 @@ def capture(
         attrs, there = call(node).attrs, call(other).attrs
         for name, attr in attrs.items():
             attrs[name] = captures.replace(attr, there.get(name))
-    needed = {name for name, given in first.items() if isinstance(given, float)} | set(
+    needed = {name for name, value in first.items() if isinstance(value, float)} | set(
         by_difference.values()
     )
     if needed - captures.found:
@@ -121,8 +121,8 @@ class _Captures:
         )
         if name is not None:
             self.found.add(name)
-            given = self.example[name]
-            return Capture(name, given.values if isinstance(given, OneOf) else ())
+            value = self.example[name]
+            return Capture(name, value.values if isinstance(value, OneOf) else ())
         if here != there:
             raise ValueError(f"pattern: {here} of an op becomes {there}, which is not an argument")
         return here

@@ -26,15 +26,15 @@ def problems(site: MatchSite, partial: bool = False) -> list[Difference]:
 
     partial: the structure does not match (for explanations), so only values are checked.
     """
-    found = [
+    differences = [
         *_input_problems(site),
         *_device_problems(site),
         *_deferred_problems(site),
         *_dtype_problems(site),
     ]
     if not partial:
-        found += [*_escapes(site), *_mutations(site), *_cycles(site)]
-    return sorted(found, key=lambda difference: difference.rank)
+        differences += [*_escapes(site), *_mutations(site), *_cycles(site)]
+    return sorted(differences, key=lambda difference: difference.rank)
 
 
 def _input_problems(site: MatchSite) -> Iterator[Difference]:

@@ -162,19 +162,19 @@ class Growth:
 
     def settle(self, p: Node, g: Node, reader: Node) -> None:
         """Pattern operand p should be graph node g."""
-        known = self.site.at(p)
+        placed = self.site.at(p)
         if p in self.pattern.inputs:
             self.bind(self.pattern.inputs[p], g, reader)
-        elif known is None:
+        elif placed is None:
             self.settle_new(p, g, reader)
-        elif known is not g and not (g in self.extra and known in g.all_input_nodes):
-            self.note("same value", f"the same {spell(known)} here as well", describe(g), reader)
+        elif placed is not g and not (g in self.extra and placed in g.all_input_nodes):
+            self.note("same value", f"the same {spell(placed)} here as well", describe(g), reader)
 
     def bind(self, name: str, g: Node, reader: Node) -> None:
-        known = self.site.bound.setdefault(name, g)
-        if known is not g:
+        bound = self.site.bound.setdefault(name, g)
+        if bound is not g:
             self.note(
-                "same value", f"`{name}` to be {describe(known)} as elsewhere", describe(g), reader
+                "same value", f"`{name}` to be {describe(bound)} as elsewhere", describe(g), reader
             )
 
     def settle_new(self, p: Node, g: Node, reader: Node) -> None:
@@ -197,11 +197,11 @@ class Growth:
         """The counterpart of p is an operand of g, after ops that the pattern does not have."""
         chain = self.chain_down(p, g) if call(p).op != "cast" else []
         if chain:
-            *between, found = chain
+            *between, counterpart = chain
             self.in_between(
                 between[::-1], f"{describe(reader)} reading {_wanted(p)} directly", call(reader).op
             )
-            self.place(p, found)
+            self.place(p, counterpart)
         return bool(chain)
 
     def step_over_missing(self, p: Node, g: Node, reader: Node) -> bool:
@@ -305,11 +305,11 @@ class Growth:
         """The reader reads g after ops that the pattern does not have."""
         chain = self.chain_up(reader, g)
         if chain:
-            *between, found = chain
+            *between, counterpart = chain
             self.in_between(
                 between, f"{_wanted(reader)} reading {describe(g)} directly", call(reader).op
             )
-            self.place(reader, found)
+            self.place(reader, counterpart)
         return bool(chain)
 
     def follow_missing(self, reader: Node, g: Node, users: list[Node]) -> bool:
@@ -345,13 +345,13 @@ class Growth:
         unplaced = [p for p in outputs if self.site.at(p) is None and p not in self.replaced]
         for (mate, here), p in itertools.product(placed, unplaced):
             later = outputs.index(p) > outputs.index(mate)
-            found = [
+            candidates = [
                 (self.similarity_beyond(p, g), g, reader, between)
                 for reader, between in self.readers_beyond(here)
                 for g in read_beside(reader, [here, *between][-1], later)
             ]
             rating, g, reader, between = max(
-                found, key=lambda entry: entry[0], default=(0.0, here, here, [])
+                candidates, key=lambda entry: entry[0], default=(0.0, here, here, [])
             )
             if rating > WORTH_PLACING:
                 if between:
@@ -364,11 +364,11 @@ class Growth:
 
     def readers_beyond(self, g: Node) -> list[tuple[Node, list[Node]]]:
         """The readers of g, directly or after ops in between."""
-        found: list[tuple[Node, list[Node]]] = [(user, []) for user in readers(g)]
-        for user, between in found:
+        paths: list[tuple[Node, list[Node]]] = [(user, []) for user in readers(g)]
+        for user, between in paths:
             if len(between) < LONGEST_CHAIN and _num_real([*between, user]) <= 1:
-                found += [(further, [*between, user]) for further in readers(user)]
-        return found
+                paths += [(further, [*between, user]) for further in readers(user)]
+        return paths
 
     def similarity_beyond(self, p: Node, g: Node) -> float:
         """The similarity of p and g, or of p and an operand of g after ops in between."""
@@ -382,8 +382,8 @@ class Growth:
 
     def in_between(self, between: list[Node], expected: str, *ops: str) -> None:
         """Record ops that the pattern does not have, in order of execution."""
-        found = " > ".join([*map(spell, between[:-1]), describe(between[-1])])
-        self.note("extra op", expected, f"{found} in between", between[0], *ops)
+        text = " > ".join([*map(spell, between[:-1]), describe(between[-1])])
+        self.note("extra op", expected, f"{text} in between", between[0], *ops)
         self.extra |= set(between)
         after_op = op_of(between[0].all_input_nodes[0].target) is not None
         self.in_next_layer |= after_op and any(map(_is_linear, between))
@@ -427,13 +427,13 @@ class Growth:
 
 def _swaps(operands: list[Node]) -> list[list[Node]]:
     """The operands with two different ones exchanged, in every way."""
-    found = []
+    swaps = []
     for i, j in itertools.combinations(range(len(operands)), 2):
         if operands[i] is not operands[j]:
             swapped = list(operands)
             swapped[i], swapped[j] = operands[j], operands[i]
-            found.append(swapped)
-    return found
+            swaps.append(swapped)
+    return swaps
 
 
 def _wanted(p: Node) -> str:

@@ -88,7 +88,7 @@ def near_misses(
     causes: near misses of earlier rewrites; a miss without the op that one of these would have
     created refers to it.
     """
-    found = [
+    explained = [
         explain(pattern, p, g, rewrite, variant)
         for rewrite, variant, pattern in patterns
         for p in anchors(pattern)
@@ -96,7 +96,7 @@ def near_misses(
     ]
     shown: list[NearMiss] = []
     taken: dict[str, list[set[Node]]] = defaultdict(list)
-    for miss in sorted(found, key=lambda miss: miss.score, reverse=True):
+    for miss in sorted(explained, key=lambda miss: miss.score, reverse=True):
         if any(
             len(miss.nodes & nodes) > SAME_PLACE * len(miss.nodes) for nodes in taken[miss.rewrite]
         ):
@@ -105,7 +105,9 @@ def near_misses(
             miss.because = _caused(miss, causes)
             shown.append(miss)
             taken[miss.rewrite].append(miss.nodes)
-    return sorted(shown, key=lambda miss: miss.anchor), [miss for miss in found if miss.complete]
+    return sorted(shown, key=lambda miss: miss.anchor), [
+        miss for miss in explained if miss.complete
+    ]
 
 
 def _caused(miss: NearMiss, causes: Sequence[NearMiss]) -> NearMiss | None:

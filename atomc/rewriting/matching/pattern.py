@@ -60,7 +60,9 @@ class Pattern:
     ):
         self.sees_through, self.read_together = sees_through, read_together
         arguments, varied = stand_ins(example, 0), stand_ins(example, 1)
-        tensors = {name: given for name, given in arguments.items() if isinstance(given, Tensor)}
+        tensors = {
+            name: argument for name, argument in arguments.items() if isinstance(argument, Tensor)
+        }
         self.arguments = list(arguments)
         self.graph = _traced(function, arguments, tensors)
         self.inputs = dict(zip(self.graph.find_nodes(op="placeholder"), tensors, strict=True))
@@ -71,9 +73,9 @@ class Pattern:
         self.telling = (ops - GENERIC - SPLITS) | (ops & set(needed))
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self.choices = {
-            p: given.follows
+            p: argument.follows
             for p, name in self.inputs.items()
-            if isinstance(given := example[name], OneOf) and given.follows is not None
+            if isinstance(argument := example[name], OneOf) and argument.follows is not None
         }
         self.model_dtype = self._model_dtype()
         others = (
@@ -81,12 +83,14 @@ class Pattern:
             if differing(arguments, varied)
             else self.nodes
         )
-        found = capture(self.nodes, others, example)
-        self.captured = {name for name in found if not isinstance(example[name], OneOf)}
+        located = capture(self.nodes, others, example)
+        self.captured = {name for name in located if not isinstance(example[name], OneOf)}
         self.constants = {
-            name: given for name, given in arguments.items() if name not in {*found, *tensors}
+            name: argument
+            for name, argument in arguments.items()
+            if name not in {*located, *tensors}
         }
-        self.decided_by = {example[name]: name for name in found - self.captured}
+        self.decided_by = {example[name]: name for name in located - self.captured}
         self.any_dtype = self._of_any_dtype(others)
 
     def _model_dtype(self) -> torch.dtype | None:
@@ -97,19 +101,19 @@ class Pattern:
         """A dtype depends on the op, its attributes and the dtypes of its operands. others: nodes
         of the trace at turn 1.
         """
-        found: set[Node] = set()
+        nodes: set[Node] = set()
         possible = {dtype for choice in self.choices.values() for dtype in choice.values}
         for node, other in zip(self.nodes, others, strict=True):
             here = getattr(value(node), "dtype", None)
             reads = any(
-                operand in self.choices or operand in found for operand in call(node).operands
+                operand in self.choices or operand in nodes for operand in call(node).operands
             )
             promotes = reads and here in {None, *possible} and call(node).op != "cast"
             if promotes or (
                 here is not None and here not in (value(other).dtype, self.model_dtype)
             ):
-                found.add(node)
-        return found
+                nodes.add(node)
+        return nodes
 
     @property
     def typical_input(self) -> str:
@@ -129,7 +133,7 @@ def _traced(
     arguments: Mapping[str, Fixed],
     tensors: Mapping[str, Tensor],
 ) -> Graph:
-    rest = {name: given for name, given in arguments.items() if name not in tensors}
+    rest = {name: argument for name, argument in arguments.items() if name not in tensors}
 
     def run(*args: Tensor) -> Tensor | tuple[Tensor, ...]:
         return function(**dict(zip(tensors, args, strict=True)), **rest)
@@ -144,10 +148,12 @@ def _tidy(graph: Graph) -> None:
     """What the pass of this name does to graphs, as far as patterns need it: equal views become
     one, and permutations that restore an order vanish.
     """
-    known: dict[tuple[str, ...], Node] = {}
+    first_views: dict[tuple[str, ...], Node] = {}
     for node in graph.nodes:
         if node.op == "call_function" and name_of(node) in ZERO_COST:
-            same = known.setdefault((str(node.target), str(node.args), str(node.kwargs)), node)
+            same = first_views.setdefault(
+                (str(node.target), str(node.args), str(node.kwargs)), node
+            )
             same = permuted_back(node) or same
             if same is not node:
                 node.replace_all_uses_with(same)
@@ -228,8 +234,8 @@ class MatchSite:
         self.matched, self.alias, self.bound, self.captured, self.deferred, self.skipped = saved
 
     def outputs(self) -> list[Node]:
-        found = [self.at(output) for output in self.pattern.outputs]
-        return [node for node in found if node is not None]
+        nodes = [self.at(output) for output in self.pattern.outputs]
+        return [node for node in nodes if node is not None]
 
     def tensors(self) -> Iterator[tuple[str, Node, Node]]:
         """(input name, pattern placeholder, graph node) of every bound tensor input."""
@@ -240,21 +246,21 @@ class MatchSite:
 
     def symbols(self) -> dict[sympy.Symbol, Size]:
         """The sizes of the example at this site."""
-        found: dict[sympy.Symbol, Size] = {}
+        sizes: dict[sympy.Symbol, Size] = {}
         for _, placeholder, node in self.tensors():
             for size, actual in zip(
                 reversed(value(placeholder).shape), reversed(value(node).shape), strict=False
             ):
                 if isinstance(size, torch.SymInt) and isinstance(expression(size), sympy.Symbol):
-                    found.setdefault(expression(size), actual)
-        return found
+                    sizes.setdefault(expression(size), actual)
+        return sizes
 
     def arguments(self) -> dict[str, Attr]:
         """The pattern's arguments at this site, in the order of the example: nodes, captured
         attributes and constants.
         """
-        found: dict[str, Attr] = {**self.pattern.constants, **self.bound, **self.captured}
-        return {name: found[name] for name in self.pattern.arguments if name in found}
+        values: dict[str, Attr] = {**self.pattern.constants, **self.bound, **self.captured}
+        return {name: values[name] for name in self.pattern.arguments if name in values}
 
     def model_dtype(self) -> torch.dtype | None:
         return next(

@@ -98,8 +98,8 @@ def without_cast(site: MatchSite, p: Node, g: Node) -> bool:
 def _candidates(site: MatchSite, output: Node) -> list[Node]:
     """Candidates for a further output, among the readers of matched nodes."""
     taken = set(site.matched.values())
-    found = _together(site, output) if site.pattern.read_together else _reached(site, output, taken)
-    return [node for node in dict.fromkeys(found) if node not in taken]
+    nodes = _together(site, output) if site.pattern.read_together else _reached(site, output, taken)
+    return [node for node in dict.fromkeys(nodes) if node not in taken]
 
 
 def _together(site: MatchSite, output: Node) -> Iterator[Node]:
@@ -179,11 +179,11 @@ def matches(pattern: Pattern, index: Index) -> Iterator[tuple[MatchSite, list[Di
             done = next(_complete(site), None)
             if done is None:
                 continue
-            found = MatchSite(pattern)
-            found.restore(done.saved())
-            wrong = problems(found)
+            empty = MatchSite(pattern)
+            empty.restore(done.saved())
+            wrong = problems(empty)
             if best is None or not wrong:
-                best = found, wrong
+                best = empty, wrong
             if not wrong:
                 break
         if best is not None:

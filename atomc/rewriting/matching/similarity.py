@@ -25,9 +25,9 @@ UNBOUND_INPUT = 0.1  # any node may be an input, but an operand of the same op i
 
 def similarity(site: MatchSite, p: Node, g: Node, depth: int = DEPTH) -> float:
     """The similarity of g and p, given the nodes that are matched already."""
-    known = site.bound.get(site.pattern.inputs[p]) if p in site.pattern.inputs else site.at(p)
-    if known is not None:
-        return PLACED_HERE if known is g else PLACED_ELSEWHERE
+    counterpart = site.bound.get(site.pattern.inputs[p]) if p in site.pattern.inputs else site.at(p)
+    if counterpart is not None:
+        return PLACED_HERE if counterpart is g else PLACED_ELSEWHERE
     if p in site.pattern.inputs:
         return UNBOUND_INPUT
     wanted, here = call(p), call(g)
@@ -75,10 +75,10 @@ def _equal_attrs(wanted: Call, here: Call) -> float:
     return sum(equal) / len(equal) if equal else 1.0
 
 
-def _equal(attr: Attr, found: Attr, sizes: Mapping[sympy.Symbol, Size]) -> bool:
+def _equal(attr: Attr, actual: Attr, sizes: Mapping[sympy.Symbol, Size]) -> bool:
     if isinstance(attr, torch.SymInt):
-        return found is not None and known_equal(substitute(attr, sizes), found)
-    return same_attr(attr, found)
+        return actual is not None and known_equal(substitute(attr, sizes), actual)
+    return same_attr(attr, actual)
 
 
 def _sizes(wanted: Call, here: Call) -> dict[sympy.Symbol, Size]:

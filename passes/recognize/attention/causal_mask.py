@@ -66,15 +66,15 @@ def visible(mask: Node, scores: Node, limit: float, true_hides: bool = True) -> 
     visible ones; a float mask hides with values up to `limit`. Raises Unlike for positions that may
     be rounded.
     """
-    known = _broadcast(mask, scores)
+    truth = _broadcast(mask, scores)
     if value(mask).dtype == torch.bool and not true_hides:
-        return known if isinstance(known, Band) else None
-    if known == 0.0:
+        return truth if isinstance(truth, Band) else None
+    if truth == 0.0:
         return Band()
     if value(mask).dtype == torch.bool:
-        known = _negated(known)
-        return known if isinstance(known, Band) else None
-    return known.band if isinstance(known, Outside) and known.fill <= limit else None
+        truth = _negated(truth)
+        return truth if isinstance(truth, Band) else None
+    return truth.band if isinstance(truth, Outside) and truth.fill <= limit else None
 
 
 def constant(node: Node) -> float | None:
@@ -107,13 +107,13 @@ def _broadcast(operand: Node, node: Node) -> Known:
     """What is known of an operand in the shape of a node: nothing if a dimension on which it
     depends is expanded.
     """
-    known = _known(operand)
-    if known is None or isinstance(known, float) or known == Band():
-        return known
+    truth = _known(operand)
+    if truth is None or isinstance(truth, float) or truth == Band():
+        return truth
     old, new = value(operand).shape, value(node).shape
-    dims = (known.dim,) if isinstance(known, Position) else (-2, -1)
-    kept = len(old) >= len(dims) and all(known_equal(old[d], new[d]) for d in dims)
-    return known if kept else None
+    dims = (truth.dim,) if isinstance(truth, Position) else (-2, -1)
+    keeps_dims = len(old) >= len(dims) and all(known_equal(old[d], new[d]) for d in dims)
+    return truth if keeps_dims else None
 
 
 def _arange(node: Node, here: Call) -> Known:
@@ -129,15 +129,15 @@ def _stored(position: Position, node: Node) -> Position:
 def _moved(node: Node, here: Call) -> Known:
     """Views that only add or remove dimensions of size 1."""
     source = here.operands[0]
-    known, before, after = _known(source), _wide(source), _wide(node)
+    truth, before, after = _known(source), _wide(source), _wide(node)
     old, new = value(source).shape, value(node).shape
     if len(before) != len(after) or not all(
         known_equal(old[a], new[b]) for a, b in zip(before, after, strict=True)
     ):
         return None
-    if isinstance(known, Position):
-        return known._replace(dim=after[before.index(known.dim)]) if known.dim in before else None
-    return known if before[-2:] == after[-2:] else None
+    if isinstance(truth, Position):
+        return truth._replace(dim=after[before.index(truth.dim)]) if truth.dim in before else None
+    return truth if before[-2:] == after[-2:] else None
 
 
 def _expanded(node: Node, here: Call) -> Known:
@@ -146,12 +146,12 @@ def _expanded(node: Node, here: Call) -> Known:
 
 def _cast(node: Node, here: Call) -> Known:
     """A float mask as bool is True where it hides."""
-    known, to_bool = _known(here.operands[0]), value(node).dtype == torch.bool
-    if isinstance(known, Position):
-        return None if to_bool else _stored(known, node)
-    if isinstance(known, Outside) and value(here.operands[0]).dtype != torch.bool:
-        return known
-    return known if to_bool else None
+    truth, to_bool = _known(here.operands[0]), value(node).dtype == torch.bool
+    if isinstance(truth, Position):
+        return None if to_bool else _stored(truth, node)
+    if isinstance(truth, Outside) and value(here.operands[0]).dtype != torch.bool:
+        return truth
+    return truth if to_bool else None
 
 
 def _wide(node: Node) -> list[int]:
@@ -161,26 +161,26 @@ def _wide(node: Node) -> list[int]:
 
 
 def _permuted(node: Node, here: Call) -> Known:
-    known, dims = _known(here.operands[0]), dims_of(here.attrs["dims"])
-    if not isinstance(known, Position) or -known.dim > len(dims):
-        return known if isinstance(known, Position) else None
-    return known._replace(dim=dims.index(known.dim) - len(dims))
+    truth, dims = _known(here.operands[0]), dims_of(here.attrs["dims"])
+    if not isinstance(truth, Position) or -truth.dim > len(dims):
+        return truth if isinstance(truth, Position) else None
+    return truth._replace(dim=dims.index(truth.dim) - len(dims))
 
 
 def _shifted(node: Node, here: Call) -> Known:
     """positions + number, positions - number, positions - positions."""
     if here.attrs.get("alpha", 1) != 1:
         return None
-    known, *others = (_broadcast(operand, node) for operand in here.operands)
+    truth, *others = (_broadcast(operand, node) for operand in here.operands)
     number, sign = here.attrs.get("other"), 1 if here.op == "add" else -1
     if others:
-        return _distance(known, others[0]) if here.op == "sub" else None
+        return _distance(truth, others[0]) if here.op == "sub" else None
     if not isinstance(number, int):
         return None
-    if isinstance(known, Position):
-        return known._replace(offset=known.offset + sign * number)
-    if isinstance(known, float) and not value(node).is_floating_point():
-        return known + sign * number
+    if isinstance(truth, Position):
+        return truth._replace(offset=truth.offset + sign * number)
+    if isinstance(truth, float) and not value(node).is_floating_point():
+        return truth + sign * number
     return None
 
 
@@ -191,51 +191,51 @@ def _distance(a: Known, b: Known) -> Known:
 
 
 def _sliced(node: Node, here: Call) -> Known:
-    known, dim, start = _known(here.operands[0]), here.attrs["dim"], here.attrs["start"]
-    if isinstance(known, float):
-        return known
-    if not isinstance(known, Position) or known.dim != dim:
-        return known if isinstance(known, Position) else None
+    truth, dim, start = _known(here.operands[0]), here.attrs["dim"], here.attrs["start"]
+    if isinstance(truth, float):
+        return truth
+    if not isinstance(truth, Position) or truth.dim != dim:
+        return truth if isinstance(truth, Position) else None
     if not isinstance(start, int) or start < 0 or here.attrs["step"] != 1:
         return None
-    offset = known.offset + start
-    one = known_equal(value(node).shape[known.dim], 1) and known.rounded is None
-    return float(offset) if one else known._replace(offset=offset)
+    offset = truth.offset + start
+    one = known_equal(value(node).shape[truth.dim], 1) and truth.rounded is None
+    return float(offset) if one else truth._replace(offset=offset)
 
 
 def _joined(node: Node, here: Call) -> Known:
     """The number before the first position, then the positions."""
     if len(here.operands) != 2:
         return None
-    before, known = map(_known, here.operands)
-    if not isinstance(known, Position) or known.dim != here.attrs.get("dim", 0):
+    before, truth = map(_known, here.operands)
+    if not isinstance(truth, Position) or truth.dim != here.attrs.get("dim", 0):
         return None
-    one = known_equal(value(here.operands[0]).shape[known.dim], 1)
-    return known._replace(offset=known.offset - 1) if one and before == known.offset - 1 else None
+    one = known_equal(value(here.operands[0]).shape[truth.dim], 1)
+    return truth._replace(offset=truth.offset - 1) if one and before == truth.offset - 1 else None
 
 
 def _picked(node: Node, here: Call) -> Known:
     """numbers[positions, ...]: an index of each dimension."""
     x, *indices = here.operands
-    known = _known(x)
-    if isinstance(known, float):
-        return known
-    if not isinstance(known, Position) or len(indices) != value(x).dim():
+    truth = _known(x)
+    if isinstance(truth, float):
+        return truth
+    if not isinstance(truth, Position) or len(indices) != value(x).dim():
         return None
-    index = _broadcast(indices[known.dim], node)
+    index = _broadcast(indices[truth.dim], node)
     if not isinstance(index, Position) or index.rounded or index.offset < 0:
         return None
-    return known._replace(dim=index.dim, offset=known.offset + index.offset)
+    return truth._replace(dim=index.dim, offset=truth.offset + index.offset)
 
 
 def _equal(node: Node, here: Call) -> Known:
     """Comparisons of two numbers."""
-    known: list[Known] = [_broadcast(operand, node) for operand in here.operands]
+    operands: list[Known] = [_broadcast(operand, node) for operand in here.operands]
     number = here.attrs.get("other")
-    known += [float(number)] if isinstance(number, int | float) else []
-    if len(known) != 2 or not all(isinstance(each, float) for each in known):
+    operands += [float(number)] if isinstance(number, int | float) else []
+    if len(operands) != 2 or not all(isinstance(each, float) for each in operands):
         return None
-    return Band() if (known[0] == known[1]) == (here.op == "eq") else 0.0
+    return Band() if (operands[0] == operands[1]) == (here.op == "eq") else 0.0
 
 
 def _summed_up(node: Node, here: Call) -> Known:
@@ -273,22 +273,22 @@ def _not(node: Node, here: Call) -> Known:
     return _negated(_known(here.operands[0]))
 
 
-def _negated(known: Known) -> Known:
-    if isinstance(known, Outside):
-        return known.band
-    return known.complement() or Outside(known, 1.0) if isinstance(known, Band) else None
+def _negated(truth: Known) -> Known:
+    if isinstance(truth, Outside):
+        return truth.band
+    return truth.complement() or Outside(truth, 1.0) if isinstance(truth, Band) else None
 
 
 def _triangle(node: Node, here: Call) -> Known:
     """tril and triu of one number."""
-    known, diagonal = _known(here.operands[0]), here.attrs.get("diagonal", 0)
+    truth, diagonal = _known(here.operands[0]), here.attrs.get("diagonal", 0)
     if not isinstance(diagonal, int):
         return None
-    kept = Band(high=diagonal) if here.op == "tril" else Band(low=diagonal)
-    if isinstance(known, Band):
-        return known & kept
-    outside = kept.complement()
-    return Outside(outside, known) if isinstance(known, float) and known and outside else None
+    band = Band(high=diagonal) if here.op == "tril" else Band(low=diagonal)
+    if isinstance(truth, Band):
+        return truth & band
+    outside = band.complement()
+    return Outside(outside, truth) if isinstance(truth, float) and truth and outside else None
 
 
 def _where(node: Node, here: Call) -> Known:

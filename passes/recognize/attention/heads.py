@@ -34,8 +34,8 @@ def tokens_first(site: AttentionSite) -> list[Node]:
     heads = [uncast(node, [dtype]) or node for node in heads]
     for node in heads:
         if value(node).dtype != dtype or dtype not in FLOATS:
-            found = f"{describe(node)} in {value(node).dtype}"
-            raise Unlike("dtype", f"q, k and v in {dtype}", found, result)
+            actual = f"{describe(node)} in {value(node).dtype}"
+            raise Unlike("dtype", f"q, k and v in {dtype}", actual, result)
     heads[1:] = [_unrepeated(result, node) for node in heads[1:]]
     if not known_equal(value(heads[1]).shape[-3], value(heads[2]).shape[-3]):
         raise Unlike("size", "keys and values with as many heads", describe(heads[2]), result)
@@ -46,13 +46,14 @@ def reshape(before: Node, node: Node, shape: Shape) -> Node:
     """A node in another shape, inserted in front of `before`. Symbolic sizes are arguments as
     nodes; one of them may be -1.
     """
-    known = {
+    nodes_of_sizes = {
         expression(value(other)): other
         for other in before.graph.nodes
         if isinstance(value(other), torch.SymInt)
     }
     sizes: list[Argument] = [
-        size if isinstance(size, int) else known.get(expression(size), -1) for size in shape
+        size if isinstance(size, int) else nodes_of_sizes.get(expression(size), -1)
+        for size in shape
     ]
     if sizes.count(-1) > 1:
         raise Unlike("size", "sizes of the graph", spell_shape(shape), node)
@@ -61,8 +62,8 @@ def reshape(before: Node, node: Node, shape: Shape) -> Node:
 
 def has_shape(node: Node, shape: Shape) -> bool:
     """Whether a node is known to have this shape."""
-    found = value(node).shape
-    return len(found) == len(shape) and all(map(known_equal, found, shape))
+    actual = value(node).shape
+    return len(actual) == len(shape) and all(map(known_equal, actual, shape))
 
 
 def _heads(before: Node, operand: Node, leading: Shape, swapped: bool) -> Node:
@@ -119,12 +120,12 @@ def _unrepeated(before: Node, node: Node) -> Node:
     if call(spread).op != "expand" or value(spread).dim() != 5 or value(node).dim() != 4:
         return node
     source = call(spread).operands[0]
-    once, many, whole = (value(part).shape for part in (source, spread, node))
+    once, many, merged = (value(part).shape for part in (source, spread, node))
     group_only = known_equal(once[-3], 1) and all(
         known_equal(once[d], many[d]) for d in (-5, -4, -2, -1)
     )
-    kept = all(known_equal(many[a], whole[b]) for a, b in ((-5, -4), (-2, -2), (-1, -1)))
-    if not group_only or not kept:
+    keeps_sizes = all(known_equal(many[a], merged[b]) for a, b in ((-5, -4), (-2, -2), (-1, -1)))
+    if not group_only or not keeps_sizes:
         return node
     inner = call(source).operands[0] if call(source).op == "view" else source
     shape = [once[-5], once[-4], once[-2], once[-1]]

@@ -40,14 +40,14 @@ def without_mask(walk: Walk, node: Node, factor: float) -> Node:
 
 def _without_added(walk: Walk, node: Node, factor: float) -> Node:
     operands = call(node).operands
-    found = [operand for operand in operands if has_product(operand)]
-    if len(found) != 1:
+    products = [operand for operand in operands if has_product(operand)]
+    if len(products) != 1:
         raise Unlike("other op", "one product of queries and keys", describe(node), node)
-    mask = operands[operands[0] is found[0]]
+    mask = operands[operands[0] is products[0]]
     if not value(mask).is_floating_point():
         raise Unlike("dtype", "a float mask", f"{value(mask).dtype} added", node)
     add_mask(walk, Added(mask, node, factor))
-    return found[0]
+    return products[0]
 
 
 def _number(attr: Attr) -> float | None:

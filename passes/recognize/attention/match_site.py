@@ -42,8 +42,8 @@ def checked_site(walk: Walk, scores: Node, result: Node, context: Context) -> At
     _check_readers(site)
     _check_writes(site)
     if context.options.rounding == "hf" and value(result).dtype != torch.float32:
-        found = f"rounding='hf' keeps scores and weights rounded to {value(result).dtype}"
-        raise Unlike("guard", "a model in float32, or rounding='fp32'", found, walk.softmax)
+        rounds = f"rounding='hf' keeps scores and weights rounded to {value(result).dtype}"
+        raise Unlike("guard", "a model in float32, or rounding='fp32'", rounds, walk.softmax)
     _check_speed(site, context)
     return site
 
@@ -82,8 +82,8 @@ def _scores_shape(walk: Walk, scores: Node) -> list[Size]:
     """
     *leading, _ = value(walk.softmax).shape
     if len(leading) not in (2, 3):
-        found = f"rank {len(leading) + 1}"
-        raise Unlike("size", "scores [N, T, S] or [B, N, T, S]", found, walk.softmax)
+        rank = f"rank {len(leading) + 1}"
+        raise Unlike("size", "scores [N, T, S] or [B, N, T, S]", rank, walk.softmax)
     if len(leading) == 2:
         leading = _of_masks(walk, leading)
     return [*leading, value(scores).shape[-1]]
@@ -104,11 +104,11 @@ def _of_masks(walk: Walk, leading: list[Size]) -> list[Size]:
 
 def _check_sizes(site: AttentionSite) -> None:
     *heads, rows, keys = site.shape
-    for made, columns in ((site.scores, keys), (site.result, value(site.result).shape[-1])):
+    for product, columns in ((site.scores, keys), (site.result, value(site.result).shape[-1])):
         wanted = [math.prod(heads), rows, columns]
-        if not all(map(known_equal, value(made).shape, wanted)):
-            found = f"{spell_shape(value(made).shape)} of {describe(made)}"
-            raise Unlike("size", spell_shape(wanted), found, made)
+        if not all(map(known_equal, value(product).shape, wanted)):
+            actual = f"{spell_shape(value(product).shape)} of {describe(product)}"
+            raise Unlike("size", spell_shape(wanted), actual, product)
 
 
 def _check_masks(site: AttentionSite) -> None:

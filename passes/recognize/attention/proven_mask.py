@@ -26,15 +26,15 @@ from atomc.rewriting.rewrite import Fired
 def proven_masks(gm: GraphModule, context: Context) -> Iterator[Fired]:
     """Replace the mask of each attention for which `causal` and `window` say the same."""
     for node in gm.graph.find_nodes(op="call_function", target=ops.attention.overload):
-        given = dict(ops.attention.signature.bind(*node.args, **node.kwargs).arguments)
-        mask = given.get("mask")
-        if not isinstance(mask, Node) or given.get("causal", True):
+        arguments = dict(ops.attention.signature.bind(*node.args, **node.kwargs).arguments)
+        mask = arguments.get("mask")
+        if not isinstance(mask, Node) or arguments.get("causal", True):
             continue
         band = _visible_keys(call(node).operands, mask)
         if band is not None:
-            given |= {"mask": None, "causal": band.high == 0}
-            given |= {"window": int(1 - band.low)} if band.low > -math.inf else {}
-            bound = ops.attention.signature.bind(**given)
+            arguments |= {"mask": None, "causal": band.high == 0}
+            arguments |= {"window": int(1 - band.low)} if band.low > -math.inf else {}
+            bound = ops.attention.signature.bind(**arguments)
             node.args, node.kwargs = bound.args, bound.kwargs
             yield Fired("proven_masks", node, {}, {node})
 

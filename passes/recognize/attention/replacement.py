@@ -38,17 +38,17 @@ def replace_by_op(site: AttentionSite, moved: list[tuple[Node, torch.Tensor]]) -
     old = _as_seen(result, value(back).shape)
     if old is result:
         back = reshape(result, back, value(result).shape)
-    made = nodes_between(before, result)
+    new_nodes = nodes_between(before, result)
     consumed = tuple(call(node).op for node in walk.inside)
     meta = inherited(walk.inside, result, "attention", consumed)
-    for node in made:
+    for node in new_nodes:
         node.meta.update(meta)
     old.replace_all_uses_with(back)
     if not same_strides(value(back), value(old)):
         moved.append((back, value(old)))
     attrs: dict[str, Attr] = {"causal": causal, "mask": mask is not None, **special}
     attrs |= {"sinks": True} if walk.sinks is not None else {}
-    return Fired("attention", result, attrs, set(walk.inside), made, consumed)
+    return Fired("attention", result, attrs, set(walk.inside), new_nodes, consumed)
 
 
 def _as_seen(result: Node, shape: Shape) -> Node:

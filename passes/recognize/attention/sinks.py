@@ -54,8 +54,8 @@ def _without_largest(walk: Walk) -> Node:
 
 def _drops_last(dropped: list[Node], scores: Node) -> bool:
     """Whether a single slice keeps the weights of the scores."""
-    kept = [call(part).attrs for part in dropped]
-    return [(attrs["dim"], attrs["start"], attrs["step"]) for attrs in kept] == [
+    slices = [call(part).attrs for part in dropped]
+    return [(attrs["dim"], attrs["start"], attrs["step"]) for attrs in slices] == [
         (-1, 0, 1)
     ] and known_equal(value(dropped[0]).shape[-1], value(scores).shape[-1])
 

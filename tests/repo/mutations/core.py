@@ -103,7 +103,7 @@ BUGS = [
     ),
     Bug(
         "passes/lift.py",
-        "if same_strides(found, wanted) or",
+        "if same_strides(fake, wanted) or",
         "if True or",
         "tests/compiler/test_strides.py -k heads_of",
     ),
@@ -393,8 +393,8 @@ BUGS = [
     ),
     Bug(
         "passes/recognize/attention/causal_mask.py",
-        "return known if kept else None",
-        "return known",
+        "return truth if keeps_dims else None",
+        "return truth",
         "tests/passes/test_attention_by_hand.py -k is_broadcast_stays_a_mask",
     ),
     Bug(

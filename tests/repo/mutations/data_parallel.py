@@ -17,7 +17,7 @@ BUGS = [
     Bug("atomc/ops/dispatch.py", "weighted.masked_fill(local == nowhere, 0.0)", "weighted", "tests/kernels/moe/test_dispatch.py"),
     Bug("atomc/ops/dispatch.py", 'functional.reduce_scatter_tensor(partial.contiguous(), "sum"', 'functional.reduce_scatter_tensor(partial.contiguous(), "max"', SENT),
     Bug("atomc/kernels/moe/as_kernel.py", "rows.masked_fill(rows == nowhere, -1)", "rows", "tests/kernels/moe/test_moe_across_processes.py -k 'op and torch'"),
-    Bug("passes/expert_load.py", 'return given["ids"], value(places).shape[1]', "return ids, value(places).shape[1]", f"{MODELS} 'counts and fp8'"),
+    Bug("passes/expert_load.py", 'return arguments["ids"], value(places).shape[1]', "return ids, value(places).shape[1]", f"{MODELS} 'counts and fp8'"),
     Bug("runtime/ranks/executor.py", "[counts.expert_load, *self._monitor.expert_loads(number)]", "[counts.expert_load]", f"{MODELS} 'counts and fp8'"),
     Bug("runtime/execution/expert_load.py", "rows.get(name, held)", "held", f"{MODELS} 'counts and bits' -m ''"),
     Bug("passes/fuse/experts_ep.py", "tensor_example(3, 7, dtype=OneOf(torch.int64", "tensor_example(3, 2, dtype=OneOf(torch.int64", "tests/passes/chains/test_blockers.py -k moe_experts_ep"),

@@ -8,7 +8,7 @@ STOCK = "tests/cache/test_model_cache_stock.py -k"
 BUGS = [
     Bug(FILE, "            for module in _imported(name, found", "            for module in () and _imported(name, found", f"{CODE} imports_when_it_runs"),
     Bug(FILE, "if isinstance(constant, str):", "if False:", f"{CODE} getattr_names"),
-    Bug(FILE, "            found |= _names_in(constant)", "            pass", f"{CODE} another_global"),
+    Bug(FILE, "            names |= _names_in(constant)", "            pass", f"{CODE} another_global"),
     Bug(FILE, 'closed = [f"{name}={self.text(cell.cell_contents, where)}"', 'closed = [f"{name}"', f"{CODE} closes_over"),
     Bug(FILE, "digest(repr(_instructions(code)))", "digest('')", f"{CODE} made_from_texts"),
     Bug(FILE, 'parts[f"source of {name}"] = file_digest(Path(file))', "pass", f"{CODE} has_the_files"),

@@ -27,7 +27,7 @@ BUGS = [
     bug("passes/merge/linears.py", "    while call(node).op in VIEWS or _is_adapter(node):", "    while call(node).op in VIEWS:", "stock/test_lora_peft", "gate_and_up"),
     bug("atomc/quantization/kept_layers.py", "if WRAPPED in wrapper._modules", "if None in wrapper._modules", "stock/test_lora_peft", "keep_them_apart"),
     bug("atomc/quantization/linear.py", "unwrapped(name).rpartition", "name.rpartition", "stock/test_lora_peft", "keep_them_apart"),
-    bug("passes/recognize/lora_linear.py", "op.quantized_weight for op in found", "False for op in found", "stock/test_lora_peft", "keep_them_apart"),
+    bug("passes/recognize/lora_linear.py", "op.quantized_weight for op in present", "False for op in present", "stock/test_lora_peft", "keep_them_apart"),
     bug("runtime/server/engines/engine_group.py", "if isinstance(error, EngineRestarting) or not", "if not", "runtime/server/engines/test_engines", "refuses"),
     bug("runtime/server/engines/engine_group.py", "self.check_none_restarts()", "self._check()", "runtime/server/engines/test_engines", "engines_sleep"),
 ]  # fmt: skip

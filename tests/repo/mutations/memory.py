@@ -55,7 +55,7 @@ BUGS = [
     ),
     bug(
         "atomc/compiler/weight_forms",
-        "self.stored |= {given.name for given in node.all_input_nodes}",
+        "self.stored |= {operand.name for operand in node.all_input_nodes}",
         "pass",
         "tied_to_the_embedding",
     ),

@@ -75,5 +75,5 @@ BUGS = [
     Bug("atomc/capture/dtensors.py", "result = self._whole_call(node)\n", "result = None\n", f"{DTENSORS} 'layouts and sum'"),
     Bug("atomc/capture/dtensors.py", " or any(is_dtensor(x) and holds_mask(x) for x in over)", "", f"{DTENSORS} 'computes and parallelize_module'"),
     Bug("atomc/capture/dtensors.py", "        mark_as_parameter(local)\n", "        pass\n", f"{DTENSORS} alone_is_recognized"),
-    Bug("atomc/capture/dtensors.py", "local_tensor(x) if is_dtensor(x) else x for x in given]", "x for x in given]", f"{DTENSORS} takes_and_returns"),
+    Bug("atomc/capture/dtensors.py", "local_tensor(x) if is_dtensor(x) else x for x in inputs]", "x for x in inputs]", f"{DTENSORS} takes_and_returns"),
 ]  # fmt: skip
