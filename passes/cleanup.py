@@ -47,7 +47,7 @@ def drop_proven_asserts(graph: Graph) -> list[Fired]:
     for node in graph.find_nodes(op="call_function", target=target):
         if _is_proven(node):
             graph.erase_node(node)
-            fired.append(Fired("tidy", node, {}))
+            fired.append(Fired("tidy", node))
     return fired
 
 
@@ -104,7 +104,7 @@ def share_equal_nodes(graph: Graph) -> list[Fired]:
         if first is not node and not {first, node} <= seen:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
-            fired.append(Fired("tidy", node, {}))
+            fired.append(Fired("tidy", node))
             seen |= {first} if node in seen else set()
     return fired
 
@@ -157,7 +157,7 @@ def cancel_no_ops(graph: Graph) -> list[Fired]:
             graph.erase_node(node)
             for reader, new in changed.items():
                 reader.meta["val"] = new
-            fired.append(Fired("tidy", node, {}))
+            fired.append(Fired("tidy", node))
     return fired
 
 

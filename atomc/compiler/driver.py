@@ -7,10 +7,10 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from atomc import passes
 from atomc.audit.recorder import Recorder
@@ -19,10 +19,10 @@ from atomc.cache.generated import CompiledFunction, of_graph
 from atomc.cache.graph_cache import GraphCache
 from atomc.cache.store import ProgramData
 from atomc.capture.functional import CapturedGraph, capture, dynamo_graph
+from atomc.capture.inline_regions import inline, path_in_layer, region, regions_of, stack_of
 from atomc.capture.variable_floats import show_as_numbers, show_as_tensors
 from atomc.compiler import pipeline
 from atomc.compiler.assemble import assemble
-from atomc.compiler.lift_graph import lift
 from atomc.compiler.lower_ranges import copy_graph, lower_ranges
 from atomc.compiler.partition import FEW_OPS, compile_glue, glue_of, left_for_glue
 from atomc.compiler.phases import timed
@@ -31,6 +31,7 @@ from atomc.compiler.summarize_graph import summarize_graph
 from atomc.dumps.dump import Dumper
 from atomc.files.json_types import JSONLike
 from atomc.graph import structured_trace
+from atomc.graph.provenance import layer_of
 from atomc.options import Options
 from atomc.report.records import Glue
 from atomc.report.report import Report
@@ -90,12 +91,40 @@ def compile_graph(
     """
     with timed(report, "trace"):
         dynamo = dynamo_graph(gm, inputs, floats)
-    lift(dynamo, context, report)
+    _lift(dynamo, context, report)
     with timed(report, "trace"):
         captured = capture(dynamo, inputs)
     report.notes += captured.notes
     with without_autocast():
         return captured, _compile_captured(captured.graph, context, report)
+
+
+def _lift(dynamo: GraphModule, context: Context, report: Report) -> None:
+    """Lift composite calls of Dynamo's graph, in place. A region is lifted once and reported for
+    each of its calls.
+    """
+    chosen = context.options.passes.get(pipeline.LIFT, True)
+    if chosen is False:
+        return
+    if chosen is not True:
+        inline(dynamo)  # modules that are lifted differently cannot share a region
+    with timed(report, "lift"):
+        pipeline.run(dynamo, [passes.LIFT], context, report, structured_trace.observers())
+        for name, calls in regions_of(dynamo).items():
+            _lift_region(region(dynamo, name), calls, context, report)
+
+
+def _lift_region(
+    body: GraphModule, calls: Sequence[Node], context: Context, report: Report
+) -> None:
+    once = Report(report.model)
+    _lift(body, context, once)
+    report.stages += once.stages
+    for call in calls:
+        report.matches += once.matches
+        for site in once.sites:
+            path = path_in_layer(site.module_path, stack_of(calls[0]), stack_of(call))
+            report.sites.append(replace(site, module_path=path, layer=layer_of(path)))
 
 
 def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Compiled:

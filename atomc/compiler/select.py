@@ -11,6 +11,7 @@ from torch.fx.node import Argument
 from atomc import kernels
 from atomc.compiler.weight_forms import WeightForms
 from atomc.errors import OptionsError, suggestion
+from atomc.graph.op_call import arguments_of, called_op
 from atomc.graph.provenance import module_path
 from atomc.ops.op import (
     REGISTRY,
@@ -92,7 +93,9 @@ class Selection:
         ]
         if not users:
             return None
-        users.sort(key=lambda node: bool(_op(node).mutates))  # readers first: they take most time
+        users.sort(
+            key=lambda node: bool(called_op(node).mutates)
+        )  # readers first: they take most time
         usable = [self._layouts(node) for node in users]
         candidates = list(dict.fromkeys(chain.from_iterable(usable)))
         for layout in candidates:
@@ -119,7 +122,7 @@ class Selection:
         """The layouts of state that kernels for this node support, in order of preference."""
         return [
             kernel.layout
-            for kernel in self._ranked(_op(node))
+            for kernel in self._ranked(called_op(node))
             if kernel.layout and not self._refuses(kernel, node)
         ]
 
@@ -127,7 +130,7 @@ class Selection:
         """The kernel for this node, None for the op's reference. Records the choice and all
         refusals.
         """
-        op = _op(node)
+        op = called_op(node)
         refused = list(self.absent.items())
         for kernel in self._ranked(op):
             reason = self._refuses(kernel, node)
@@ -189,14 +192,14 @@ class Selection:
 
     def first(self, node: Node) -> Kernel | None:
         """The kernel that `choose` would return now; nothing is recorded."""
-        return next((k for k in self._ranked(_op(node)) if not self._refuses(k, node)), None)
+        return next((k for k in self._ranked(called_op(node)) if not self._refuses(k, node)), None)
 
     def could_serve(self, node: Node) -> list[Tokens]:
         """The numbers of tokens of the kernels that refuse this node at most for its number of
         tokens, up to the first for any number.
         """
         ranges: list[Tokens] = []
-        for kernel in self._ranked(_op(node)):
+        for kernel in self._ranked(called_op(node)):
             if self._refuses(kernel, node, any_tokens=True) is None:
                 ranges.append(self._tokens_for(kernel, node))
                 if ranges[-1] == ALL_TOKENS:
@@ -211,7 +214,7 @@ class Selection:
 
     def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> Refusal | None:
         """Why this kernel cannot run this node: the first reason below, or None."""
-        op = _op(node)
+        op = called_op(node)
         if reason := self._other_layout(kernel) or self._batch_dependent(kernel, op):
             return reason
         if (kernel, node.name) not in self.unfit:
@@ -228,7 +231,7 @@ class Selection:
         return (
             _computed_weight(kernel, nodes)
             or self._better_by_inductor(kernel)
-            or self._other_rounding(kernel, _op(node), arguments)
+            or self._other_rounding(kernel, called_op(node), arguments)
             or refusal(kernel, self.platform, arguments)
             or self._unpreparable(kernel, nodes)
         )
@@ -322,12 +325,6 @@ def _joins_rows(op: Op) -> bool:
     return bool(op.kind & (Kind.LINEAR | Kind.BMM | Kind.ATTENTION | Kind.EXPERTS))
 
 
-def _op(node: Node) -> Op:
-    op = op_of(node.target)
-    assert op is not None
-    return op
-
-
 def check_providers(providers: Sequence[str]) -> None:
     """Raise OptionsError for a name of the option providers that is none."""
     for provider in providers:
@@ -346,9 +343,9 @@ def _all_providers() -> list[str]:
     return list(dict.fromkeys(kernel.provider for op in REGISTRY.values() for kernel in op.kernels))
 
 
-def _arguments(kernel: Kernel, node: Node) -> tuple[dict[str, Argument], dict[str, Argument]]:
+def _arguments(kernel: Kernel, node: Node) -> tuple[dict[str, Argument], Mapping[str, Argument]]:
     """The op's arguments by name: as fake tensors and numbers, and as nodes."""
-    nodes = _op(node).bind(*node.args, **node.kwargs)
+    nodes = arguments_of(node)
     fakes = {
         name: torch.fx.node.map_arg(argument, lambda n: n.meta.get("val"))
         for name, argument in nodes.items()

@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 
 from torch.fx import GraphModule, Node
 
-from atomc.ops.op import Kernel, Op, Prepared, Refusal, op_of
+from atomc.graph.op_call import arguments_of, called_op
+from atomc.ops.op import Kernel, Prepared, Refusal, op_of
 from atomc.ops.op_traits import Kind
 from atomc.platform import Platform
 from atomc.token_range import Tokens
@@ -165,7 +166,7 @@ class WeightForms:
         """Whether no copy of this weight may be held."""
         if any(_is_expert(reading.name, node) for _, node in reading.readers):
             return True
-        if all(Kind.WEIGHT in _op(node).kind for _, node in reading.readers):
+        if all(Kind.WEIGHT in called_op(node).kind for _, node in reading.readers):
             return False
         return self.owned and not self.platform.is_cpu and _nbytes(reading.weight) >= SMALL
 
@@ -197,7 +198,7 @@ class WeightForms:
 
 def uses(node: Node, kernel: Kernel | None) -> Iterator[Use]:
     """The graph inputs that this kernel, None for the reference, reads for an op's node."""
-    arguments = _op(node).bind(*node.args, **node.kwargs)
+    arguments = arguments_of(node)
     # A prepared weight is passed for the first of its parameters, the others as they are.
     prepared = {names[0]: prepare for names, prepare in kernel.prepares.items()} if kernel else {}
     for name, argument in arguments.items():
@@ -230,13 +231,7 @@ def _may_prepare(node: Node) -> bool:
 
 
 def _is_expert(name: str, node: Node) -> bool:
-    return name in EXPERTS and Kind.EXPERTS in _op(node).kind
-
-
-def _op(node: Node) -> Op:
-    op = op_of(node.target)
-    assert op is not None
-    return op
+    return name in EXPERTS and Kind.EXPERTS in called_op(node).kind
 
 
 def _nbytes(weight: Node) -> int:

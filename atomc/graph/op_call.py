@@ -45,8 +45,13 @@ def op_call(node: Node) -> OpCall | None:
     return None if op is None else OpCall(op, node, op.bind(*node.args, **node.kwargs))
 
 
+def called_op(node: Node) -> Op:
+    """The op that a node calls."""
+    op = op_of(node.target)
+    assert op is not None
+    return op
+
+
 def arguments_of(node: Node) -> Mapping[str, Argument]:
     """The arguments of a call of an op by parameter, defaults included."""
-    called = op_call(node)
-    assert called is not None
-    return called.arguments
+    return called_op(node).bind(*node.args, **node.kwargs)

@@ -61,6 +61,13 @@ def tensor_example(
     return torch.empty(*shape, dtype=dtype, device=device)
 
 
-def norm_weight_example(width: int) -> Tensor | OneOf[Tensor]:
-    """The weight of a norm, in the model's dtype or in fp32."""
-    return tensor_example(width, dtype=OneOf(torch.bfloat16, torch.float32))
+def norm_example(*rows: str, width: int = 10) -> Example:
+    """The arguments of an RMSNorm of x, and of an op that also reads these rows. The weight is in
+    the model's dtype or in fp32.
+    """
+    return {
+        **{name: tensor_example(3, width) for name in ("x", *rows)},
+        "weight": tensor_example(width, dtype=OneOf(torch.bfloat16, torch.float32)),
+        "eps": 1e-6,
+        "style": "after",
+    }

@@ -55,11 +55,11 @@ class Case:
 class Rewrite:
     """Replaces each match of `pattern` by `replacement`, two functions with the same parameters.
 
-    The pattern is traced, so it may use all of torch. The replacement is an op with these
-    parameters; or it is called once per site with graph nodes, so that it uses atomc.ops and
-    torch.ops.aten.<name>.<overload>. An argument is a node or
-    a captured attribute (Pattern); one that is neither has the value of the example. Where both are
-    one function, each match is a near miss with the guard's reason.
+    The pattern is traced, so it may use all of torch. The replacement is an op that takes its
+    arguments by name, all tensors among them; or it is called once per site with graph nodes, so
+    that it uses atomc.ops and torch.ops.aten.<name>.<overload>. An argument is a node or a captured
+    attribute (Pattern); one that is neither has the value of the example. Where both are one
+    function, each match is a near miss with the reason of the guard.
     """
 
     name: str
@@ -102,10 +102,12 @@ class Rewrite:
     patterns: dict[Case, Pattern] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        of_replacement = self.replacement
-        if isinstance(of_replacement, Op):
-            of_replacement = of_replacement.reference
-        if signature(self.pattern).parameters.keys() != signature(of_replacement).parameters.keys():
+        is_op = isinstance(self.replacement, Op)
+        if (
+            not is_op
+            and signature(self.pattern).parameters.keys()
+            != signature(self.replacement).parameters.keys()
+        ):
             raise ValueError(
                 f"rewrite {self.name!r}: pattern and replacement take different arguments"
             )
@@ -127,7 +129,17 @@ class Rewrite:
                     read_together=self.read_together,
                     needed=self.needed(case),
                 )
+                self._check_op(self.patterns[case])
         return self.patterns[case]
+
+    def _check_op(self, pattern: Pattern) -> None:
+        """Raise ValueError if the op that replaces the pattern does not take all of its tensors."""
+        if isinstance(self.replacement, Op):
+            lacks = {*pattern.inputs.values()} - self.replacement.signature.parameters.keys()
+            if lacks:
+                raise ValueError(
+                    f"rewrite {self.name!r}: {self.replacement.name} does not take {sorted(lacks)}"
+                )
 
     def unmet(self, case: Case, index: Index) -> list[str]:
         """Canonical names of the ops that a case needs and that the graph lacks, or has only with
@@ -193,7 +205,7 @@ class Fired:
 
     name: str
     node: Node
-    attrs: Attrs
+    attrs: Attrs = field(default_factory=dict)
     nodes: set[Node] = field(default_factory=set)
     made: list[Node] = field(default_factory=list)
     consumed: tuple[str, ...] = ()
@@ -348,9 +360,10 @@ def _results(graph: Graph, rewrite: Rewrite, site: MatchSite) -> list[Node]:
         name: Proxy(argument, tracer) if isinstance(argument, Node) else argument
         for name, argument in site.arguments().items()
     }
-    if isinstance(rewrite.replacement, Op):
-        bound = rewrite.replacement.signature.bind(**arguments)
-        result = rewrite.replacement.overload(*bound.args, **bound.kwargs)
+    if isinstance(op := rewrite.replacement, Op):
+        names = op.signature.parameters
+        bound = op.signature.bind(**{name: x for name, x in arguments.items() if name in names})
+        result = op.overload(*bound.args, **bound.kwargs)
     else:
         result = rewrite.replacement(**arguments)
     parts = result if isinstance(result, tuple) else (result,)

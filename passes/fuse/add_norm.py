@@ -8,7 +8,7 @@ r -+    +-> sum                   r -+             +-> sum
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewriting.example import Example, norm_weight_example, tensor_example
+from atomc.rewriting.example import Example, norm_example, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
 
 
@@ -20,13 +20,7 @@ def _rms_pattern(
 
 
 def _rms_example() -> Example:
-    return {
-        "x": tensor_example(3, 10),
-        "residual": tensor_example(3, 10),
-        "weight": norm_weight_example(10),
-        "eps": 1e-6,
-        "style": "after",
-    }
+    return norm_example("residual")
 
 
 def _rms_attrs(x: Tensor, weight: Tensor, **_: object) -> dict[str, str]:

@@ -12,7 +12,7 @@ x > all_reduce -+- rms_norm -> y     =>  x > allreduce_rms_norm -+-> y
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewriting.example import Example, norm_weight_example, tensor_example
+from atomc.rewriting.example import Example, norm_example, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
 
 
@@ -24,13 +24,7 @@ def _pattern(
 
 
 def _example() -> Example:
-    return {
-        "x": tensor_example(3, 10),
-        "weight": norm_weight_example(10),
-        "eps": 1e-6,
-        "process_group": "a group",
-        "style": "after",
-    }
+    return {**norm_example(), "process_group": "a group"}
 
 
 def _add_pattern(

@@ -9,22 +9,14 @@ with other readers is written, too.
 """
 
 from atomc import ops
-from atomc.passes.fuse.norm_quant import quantizing
+from atomc.passes.fuse.norm_quant import quantized_example, quantizing
 from atomc.passes.fuse.quantizers import Quantizer
-from atomc.rewriting.example import Example, norm_weight_example, tensor_example
+from atomc.rewriting.example import Example, norm_example, tensor_example
 
 
 def _example(quantizer: Quantizer, keep: bool) -> Example:
-    return {
-        "x": tensor_example(3, 64),
-        "weight": norm_weight_example(64),
-        "eps": 1e-6,
-        "process_group": "a group",
-        "style": "after",
-        "quantizer": quantizer,
-        "keep": keep,
-        **quantizer.example(),
-    }
+    norm: Example = {**norm_example(width=64), "process_group": "a group"}
+    return quantized_example(quantizer, keep, norm)
 
 
 def _add_example(quantizer: Quantizer, keep: bool) -> Example:

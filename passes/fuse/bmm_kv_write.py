@@ -42,7 +42,7 @@ def _pattern(
     kv_cache: Tensor,
     slots: Tensor,
     scale: Tensor | None,
-    style: str,
+    rope_style: str,
     scheme: str,
     out: torch.dtype,
     **captured: Unpack[_CodeAttributes],
@@ -53,41 +53,8 @@ def _pattern(
     else:
         codes, scales = ops.quant_mxfp4(q_nope, rounding=captured["rounding"])
         latent = ops.bmm_mxfp4(codes, weight, scales, weight_scale, out_dtype=out)
-    return ops.mla_rope_kv_write(latent, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, style)
-
-
-def _replacement(
-    q_nope: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None,
-    style: str,
-    scheme: str,
-    out: torch.dtype,
-    **captured: Unpack[_CodeAttributes],
-) -> tuple[Tensor, Tensor]:
-    return ops.bmm_rope_kv_write(
-        q_nope,
-        weight,
-        weight_scale,
-        q_pe,
-        kv_c,
-        k_pe,
-        cos,
-        sin,
-        kv_cache,
-        slots,
-        scale,
-        scheme=scheme,
-        rope_style=style,
-        **captured,
+    return ops.mla_rope_kv_write(
+        latent, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style
     )
 
 
@@ -129,7 +96,7 @@ _PRODUCTS = {"mxfp4": "bmm_mxfp4", "fp8": "scaled_bmm_fp8"}
 BMM_ROPE_KV_WRITE = Rewrite(
     "bmm_rope_kv_write",
     _pattern,
-    _replacement,
+    ops.bmm_rope_kv_write,
     _example,
     attrs=_attrs,
     cases=[

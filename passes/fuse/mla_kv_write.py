@@ -27,11 +27,11 @@ def _pattern(
     k_pe: Tensor,
     cos: Tensor,
     sin: Tensor,
-    style: str,
+    rope_style: str,
     **cache: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    q = torch.cat((q_nope, ops.rope(q_pe, cos, sin, style)), -1)
-    return q, ops.mla_kv_write(kv_c, ops.rope(k_pe, cos, sin, style), *cache.values())
+    q = torch.cat((q_nope, ops.rope(q_pe, cos, sin, rope_style)), -1)
+    return q, ops.mla_kv_write(kv_c, ops.rope(k_pe, cos, sin, rope_style), *cache.values())
 
 
 def _replacement(
@@ -41,10 +41,12 @@ def _replacement(
     k_pe: Tensor,
     cos: Tensor,
     sin: Tensor,
-    style: str,
+    rope_style: str,
     **cache: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    return _mla_rope_kv_write(q_nope, q_pe, kv_c, k_pe, cos, sin, *cache.values(), rope_style=style)
+    return _mla_rope_kv_write(
+        q_nope, q_pe, kv_c, k_pe, cos, sin, *cache.values(), rope_style=rope_style
+    )
 
 
 def example(scaled: bool) -> Example:
@@ -60,7 +62,7 @@ def example(scaled: bool) -> Example:
         "kv_cache": cache,
         "slots": torch.zeros(5, dtype=torch.int64),
         **({"scale": torch.ones(1)} if scaled else {}),
-        "style": "half",
+        "rope_style": "half",
     }
 
 

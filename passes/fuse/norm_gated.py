@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewriting.example import Example, norm_weight_example, tensor_example
+from atomc.rewriting.example import Example, norm_example
 from atomc.rewriting.rewrite import Rewrite
 
 
@@ -19,13 +19,7 @@ def _pattern(x: Tensor, gate: Tensor, weight: Tensor, eps: float, style: str) ->
 
 
 def _example() -> Example:
-    return {
-        "x": tensor_example(3, 10),
-        "gate": tensor_example(3, 10),
-        "weight": norm_weight_example(10),
-        "eps": 1e-6,
-        "style": "after",
-    }
+    return norm_example("gate")
 
 
 RMS_NORM_GATED = Rewrite(

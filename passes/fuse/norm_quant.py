@@ -14,7 +14,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.ops.op import OpFunction
 from atomc.passes.fuse.quantizers import QUANTIZERS, Attributes, Quantizer
-from atomc.rewriting.example import Example, norm_weight_example, tensor_example
+from atomc.rewriting.example import Example, norm_example
 from atomc.rewriting.rewrite import Case, Needs, Rewrite
 
 
@@ -61,25 +61,18 @@ def quantizing(
     return Rewrite(fused.name, pattern, replacement, example, attrs=attrs, needs=needs, cases=cases)
 
 
-def _example(quantizer: Quantizer, keep: bool) -> Example:
-    return {
-        "x": tensor_example(3, 64),
-        "weight": norm_weight_example(64),
-        "eps": 1e-6,
-        "style": "after",
-        "quantizer": quantizer,
-        "keep": keep,
-        **quantizer.example(),
-    }
+def quantized_example(quantizer: Quantizer, keep: bool, norm: Example) -> Example:
+    """The example of a norm with these arguments, and a quantizer of its result."""
+    return {**norm, "quantizer": quantizer, "keep": keep, **quantizer.example()}
 
 
-def _add_example(quantizer: Quantizer, keep: bool) -> Example:
-    return {
-        "x": tensor_example(3, 64),
-        "residual": tensor_example(3, 64),
-        **_example(quantizer, keep),
-    }
+def _of_norm(quantizer: Quantizer, keep: bool) -> Example:
+    return quantized_example(quantizer, keep, norm_example(width=64))
 
 
-RMS_NORM_QUANT = quantizing(ops.rms_norm, ops.rms_norm_quant, _example, {})
-ADD_RMS_NORM_QUANT = quantizing(ops.add_rms_norm, ops.add_rms_norm_quant, _add_example, {})
+def _of_add_norm(quantizer: Quantizer, keep: bool) -> Example:
+    return quantized_example(quantizer, keep, norm_example("residual", width=64))
+
+
+RMS_NORM_QUANT = quantizing(ops.rms_norm, ops.rms_norm_quant, _of_norm, {})
+ADD_RMS_NORM_QUANT = quantizing(ops.add_rms_norm, ops.add_rms_norm_quant, _of_add_norm, {})

@@ -30,7 +30,7 @@ def quantizers_before_views(gm: GraphModule, context: Context) -> Iterator[Fired
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and call(node).op in _OPS and _can_move(node):
             _move(node)
-            yield Fired("quantizers_before_views", node, {})
+            yield Fired("quantizers_before_views", node)
 
 
 def _can_move(node: Node) -> bool:

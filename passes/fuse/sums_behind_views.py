@@ -22,7 +22,7 @@ def sums_behind_views(gm: GraphModule, context: Context) -> Iterator[Fired]:
     """Move every such sum of the graph."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and call(node).op == "view" and _can_move(node):
-            yield Fired("sums_behind_views", _move(node), {})
+            yield Fired("sums_behind_views", _move(node))
 
 
 def _can_move(view: Node) -> bool:

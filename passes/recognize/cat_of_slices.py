@@ -29,7 +29,7 @@ def cat_of_slices(gm: GraphModule, context: Context) -> Iterator[Fired]:
             cat = graph.call_function(aten.cat.default, (parts, dim_of(call(node).attrs["dim"])))
         cat.meta.update(node.meta)
         node.replace_all_uses_with(cat)
-        yield Fired("cat_of_slices", node, {})
+        yield Fired("cat_of_slices", node)
 
 
 def _parts(node: Node) -> list[Node]:

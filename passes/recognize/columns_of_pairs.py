@@ -29,7 +29,7 @@ def columns_of_pairs(gm: GraphModule, context: Context) -> Iterator[Fired]:
             columns = graph.call_function(aten.slice.Tensor, (x, -1, i, None, 2))
         columns.meta.update(node.meta)
         node.replace_all_uses_with(columns)
-        yield Fired("columns_of_pairs", node, {})
+        yield Fired("columns_of_pairs", node)
 
 
 def _part(node: Node) -> tuple[Node, int] | None:

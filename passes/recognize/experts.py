@@ -324,4 +324,4 @@ def ids_as_chosen(gm: GraphModule, context: Context) -> Iterator[Fired]:
         cast = call(ids)
         if cast.op == "cast" and value(cast.operands[0]).dtype == torch.int32:
             node.replace_input_with(ids, cast.operands[0])
-            yield Fired("ids_as_chosen", node, {})
+            yield Fired("ids_as_chosen", node)

@@ -12,17 +12,12 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.ops.norm import RMS_NORM_STYLES
-from atomc.rewriting.example import Example, norm_weight_example, tensor_example
+from atomc.rewriting.example import Example, norm_example, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite, unsupported
 
 
 def _example(style: str) -> Example:
-    return {
-        "x": tensor_example(3, 10),
-        "weight": norm_weight_example(10),
-        "eps": 1e-6,
-        "style": style,
-    }
+    return {**norm_example(), "style": style}
 
 
 def _attrs(x: Tensor, weight: Tensor, style: str, **_: object) -> dict[str, str]:

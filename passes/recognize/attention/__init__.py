@@ -4,8 +4,8 @@
  =>
     attention(q, k, v, None, mask, sinks, scale=, causal=, softcap=)
 
-The walk starts at each softmax: downstream to the product with the values (weights.py), upstream to
-the product of queries and keys (scores.py). Both products may be matmul, einsum, bmm or baddbmm;
+The walk starts at each softmax: downstream to the product with the values, upstream to the
+product of queries and keys (both_products.py). Both products may be matmul, einsum, bmm or baddbmm;
 keys and values may be repeated for groups of queries. Masks that hide exactly the later keys become
 `causal`, others are added up.
 
@@ -21,12 +21,14 @@ from torch.fx import GraphModule, Node
 
 from atomc.graph.canonical import call
 from atomc.graph.strides import Values, spread_strides
+from atomc.passes.recognize.attention.both_products import (
+    product_with_keys,
+    product_with_values,
+)
 from atomc.passes.recognize.attention.match_site import AttentionSite, checked_site
 from atomc.passes.recognize.attention.products import PRODUCTS, above, has_product
 from atomc.passes.recognize.attention.replacement import replace_by_op
-from atomc.passes.recognize.attention.scores import product_with_keys
 from atomc.passes.recognize.attention.walk import Unlike, Walk
-from atomc.passes.recognize.attention.weights import product_with_values
 from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
