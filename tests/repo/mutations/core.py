@@ -229,7 +229,7 @@ BUGS = [
     ),
     Bug(
         "atomc/compiler/weight_forms.py",
-        "if all(Kind.WEIGHT in _op(node).kind for _, node in reading.readers):",
+        "if all(Kind.WEIGHT in called_op(node).kind for _, node in reading.readers):",
         "if False:",
         "tests/quantization/test_mla_quantized.py -k plan_counts",
     ),
@@ -381,8 +381,8 @@ BUGS = [
     ),
     Bug(
         "atomc/rewriting/rewrite.py",
-        "replacement.overload(*bound.args, **bound.kwargs)",
-        "replacement.overload(bound.args[1], bound.args[0], *bound.args[2:], **bound.kwargs)",
+        "result = op.overload(*bound.args, **bound.kwargs)",
+        "result = op.overload(bound.args[1], bound.args[0], *bound.args[2:], **bound.kwargs)",
         "tests/passes/test_passes.py -k both_gelus",
     ),
     Bug(
