@@ -61,7 +61,7 @@ def compile_graph(
     report = keep(new_report(gm))
     reason = skip_reason(gm, example_inputs, options)
     if reason:
-        return to_inductor(gm, example_inputs, options, report, reason)
+        return compile_with_inductor(gm, example_inputs, options, report, reason)
     if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
         raise RunError(
             "the model is on the meta device and cannot run: load its weights, or use "
@@ -89,10 +89,10 @@ def compile_graph(
         log.warning(
             "atomc could not compile a graph of %s, Inductor compiles it: %s", report.model, error
         )
-        return to_inductor(gm, example_inputs, options, report, report.why_not)
+        return compile_with_inductor(gm, example_inputs, options, report, report.why_not)
 
 
-def to_inductor(
+def compile_with_inductor(
     gm: GraphModule, example_inputs: Sequence[Input], options: Options, report: Report, reason: str
 ) -> GraphFunction:
     """Compile Dynamo's graph with Inductor, as its own backend does."""

@@ -176,13 +176,13 @@ def _sdpa(graph: Graph, node: Node) -> Lifted:
             {"scale": float(scale), "causal": bool(arguments["is_causal"])},
         )
         out.meta = {key: item for key, item in node.meta.items() if key != "example_value"}
-        back = _with_strides_of(graph, _transposed(graph, out, node), _fake(node))
+        back = _restore_strides(graph, _transposed(graph, out, node), _fake(node))
     node.replace_all_uses_with(back)
     graph.erase_node(node)
     return {"causal": bool(arguments["is_causal"]), "mask": arguments["attn_mask"] is not None}
 
 
-def _with_strides_of(graph: Graph, transposed: Node, wanted: Tensor) -> Node:
+def _restore_strides(graph: Graph, transposed: Node, wanted: Tensor) -> Node:
     """The transposed result of the op, copied if the call of torch returns contiguous heads: a
     program may view them. The copy goes if no reader needs its strides.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from atomc.files.json_types import JSONLike
-from atomc.graph.profiler_ranges import with_ranges
+from atomc.graph.profiler_ranges import add_ranges
 from atomc.ops.op import REGISTRY, Kernel
 from atomc.torch_compat.core import GraphFunction
 
@@ -83,7 +83,7 @@ def deserialize(plain: FunctionData, named: bool = False) -> GraphFunction:
         return from_code(InductorCode(**plain["code"]), plain["returns_tuple"], plain["patches"])
     unique = [deserialize(piece, named) for piece in plain["unique"]]
     names = {name: resolve(reference) for name, reference in plain["names"].items()}
-    code = with_ranges(plain["source"], plain["labels"]) if named else plain["source"]
+    code = add_ranges(plain["source"], plain["labels"]) if named else plain["source"]
     pieces = {name: unique[i] for name, i in plain["pieces"].items()}
     return bind_forward(code, names, {**plain["constants"], **pieces})
 

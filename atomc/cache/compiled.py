@@ -173,14 +173,12 @@ def combine_ranges(
     extras_of  per range: (number of inputs, number of the first extra, number of extras)
     """
     if chosen_by is not None:
-        calls = [
-            _with_own_extras(call, *where) for call, where in zip(calls, extras_of, strict=True)
-        ]
+        calls = [_select_extras(call, *where) for call, where in zip(calls, extras_of, strict=True)]
     call = chosen_by.select_from(calls) if chosen_by is not None else calls[0]
-    return _on_device(device, call)
+    return _guard_device(device, call)
 
 
-def _on_device(device: str | None, call: GraphFunction) -> GraphFunction:
+def _guard_device(device: str | None, call: GraphFunction) -> GraphFunction:
     """Make the GPU of the graph's tensors the current one, because Triton launches on the current
     GPU.
     """
@@ -194,12 +192,12 @@ def _on_device(device: str | None, call: GraphFunction) -> GraphFunction:
     return guarded
 
 
-def _with_own_extras(call: GraphFunction, inputs: int, start: int, count: int) -> GraphFunction:
+def _select_extras(call: GraphFunction, inputs: int, start: int, count: int) -> GraphFunction:
     """Pass only the extras of its own range to a callable."""
     return lambda *args: call(*args[:inputs], *args[inputs + start : inputs + start + count])
 
 
-def with_weights(
+def append_weights(
     compiled: Compiled, weights: WeightInputs, example_inputs: Sequence[Input], notes: list[str]
 ) -> GraphFunction:
     """Append the packed and prepared weights to each call, refreshed if the user changed a weight

@@ -19,7 +19,7 @@ from atomc.cache.artifact import (
     bind_forward,
     reference,
 )
-from atomc.graph.profiler_ranges import with_ranges
+from atomc.graph.profiler_ranges import add_ranges
 from atomc.graph.structured_trace import label_of, labels_of
 from atomc.torch_compat.core import FakeTensor, GraphFunction
 from atomc.torch_compat.inductor import InductorCode, Patches
@@ -38,16 +38,16 @@ class CompiledFunction:
     named: Callable[[], GraphFunction]
 
 
-def of_graph(gm: GraphModule) -> CompiledFunction:
+def graph_function(gm: GraphModule) -> CompiledFunction:
     """The function that FX generates for a graph without submodules."""
     gm.recompile()
     labels = labels_of(gm.graph)
     return CompiledFunction(
-        gm.forward, lambda: _python(gm, {}, labels), lambda: _with_ranges_of(gm, {}, labels)
+        gm.forward, lambda: _python(gm, {}, labels), lambda: _ranged_function(gm, {}, labels)
     )
 
 
-def of_pieces(gm: GraphModule, pieces: Mapping[str, CompiledFunction]) -> CompiledFunction:
+def pieces_function(gm: GraphModule, pieces: Mapping[str, CompiledFunction]) -> CompiledFunction:
     """The function that FX generates for a graph that calls these functions instead of
     submodules.
     """
@@ -60,7 +60,7 @@ def of_pieces(gm: GraphModule, pieces: Mapping[str, CompiledFunction]) -> Compil
     return CompiledFunction(
         gm.forward,
         lambda: _python(gm, pieces, labels),
-        lambda: _with_ranges_of(gm, pieces, labels),
+        lambda: _ranged_function(gm, pieces, labels),
     )
 
 
@@ -74,7 +74,7 @@ def _place(gm_of_pieces: GraphModule, piece: str) -> str:
     return next((path for path in paths if path != "-"), "-")
 
 
-def _with_ranges_of(
+def _ranged_function(
     gm: GraphModule, pieces: Mapping[str, CompiledFunction], labels: Mapping[str, str]
 ) -> GraphFunction:
     generated = gm.graph.python_code("self")
@@ -82,10 +82,10 @@ def _with_ranges_of(
     owner = {name: getattr(gm, name) for name in names} | {
         name: piece.named() for name, piece in pieces.items()
     }
-    return bind_forward(with_ranges(generated.src, labels), generated.globals, owner)
+    return bind_forward(add_ranges(generated.src, labels), generated.globals, owner)
 
 
-def of_inductor(
+def inductor_function(
     call: GraphFunction, code: InductorCode | str, returns_tuple: bool, patches: Patches
 ) -> CompiledFunction:
     """A function from Inductor. code: its source, or the reason why the source alone is not

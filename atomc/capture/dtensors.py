@@ -32,7 +32,7 @@ from atomc.torch_compat.dtensors import (
     local_tensor,
     mark_as_parameter,
     release_masks,
-    with_local,
+    replace_local,
 )
 from atomc.torch_compat.tracing import editable_copy
 
@@ -112,7 +112,7 @@ class _OfProcess:
             return outputs
         assert isinstance(outputs, Sequence)
         return [
-            with_local(like, local) if is_dtensor(like) and isinstance(local, Tensor) else local
+            replace_local(like, local) if is_dtensor(like) and isinstance(local, Tensor) else local
             for like, local in zip(self.outputs, outputs, strict=True)
         ]
 
@@ -292,7 +292,7 @@ def _equal_locally(tracer: Tracer, node: Node, args: Any, kwargs: Any) -> Any:
             return x
         local = local_tensor(x) if is_dtensor(x) else x
         fake = trial.alias(local, trial.graph.placeholder("x"))
-        return with_local(x, fake) if is_dtensor(x) else fake
+        return replace_local(x, fake) if is_dtensor(x) else fake
 
     args, kwargs = tree_map(placed, (args, kwargs))
     here = tree_map(lambda x: local_tensor(x) if is_dtensor(x) else x, (args, kwargs))

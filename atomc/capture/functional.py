@@ -16,7 +16,7 @@ from atomc.capture.floats import restore_float_constants
 from atomc.capture.inline_regions import CannotInline, TracedRegions, inline, regions_of
 from atomc.capture.outline import outline
 from atomc.capture.regions import region_failure_note
-from atomc.capture.variable_floats import as_tensors
+from atomc.capture.variable_floats import read_as_tensors
 from atomc.errors import SharingError
 from atomc.graph.mutation import mutated
 from atomc.graph.node_record import NodeRecord, set_record
@@ -69,7 +69,7 @@ def dynamo_graph(
     if not has_no_autocast(copy):
         inline(copy)
     restore_float_constants(copy, floats)
-    as_tensors(copy, floats)
+    read_as_tensors(copy, floats)
     if not regions_of(copy) and has_no_autocast(copy):
         outline(copy)
     return copy
@@ -122,17 +122,17 @@ def capture(dynamo: GraphModule, example_inputs: Sequence[Input]) -> CapturedGra
 
 def _capture(dynamo: GraphModule, fakes: Sequence[Input]) -> CapturedGraph:
     if not regions_of(dynamo):
-        return _without_regions(dynamo, fakes)
+        return _trace_flat(dynamo, fakes)
     try:
-        return _with_regions(editable_copy(dynamo), fakes)
+        return _trace_by_regions(editable_copy(dynamo), fakes)
     except RestartAnalysis:
         raise
     except Exception as error:  # tracing may fail for a region and succeed for its nodes
         inline(dynamo)
-        return _without_regions(dynamo, fakes, region_failure_note(error))
+        return _trace_flat(dynamo, fakes, region_failure_note(error))
 
 
-def _without_regions(dynamo: GraphModule, fakes: Sequence[Input], *notes: str) -> CapturedGraph:
+def _trace_flat(dynamo: GraphModule, fakes: Sequence[Input], *notes: str) -> CapturedGraph:
     functional = functional_graph(dynamo, fakes)
 
     def wrap(compiled: GraphFunction) -> GraphFunction:
@@ -144,7 +144,7 @@ def _without_regions(dynamo: GraphModule, fakes: Sequence[Input], *notes: str) -
     )
 
 
-def _with_regions(gm: GraphModule, fakes: Sequence[Input]) -> CapturedGraph:
+def _trace_by_regions(gm: GraphModule, fakes: Sequence[Input]) -> CapturedGraph:
     """Trace a graph with regions, each region once, and inline them. Modifies the graph."""
     mode = fake_mode_of(gm.graph)
     with TracedRegions(gm, lambda body, inputs: traced_region(body, inputs, mode)) as regions:

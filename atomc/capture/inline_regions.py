@@ -156,7 +156,7 @@ class TracedRegions:
             raise CannotInline(
                 "the graph writes in place"
             )  # shared fake tensors do not show aliases of another layer
-        graph, inputs = self._with_all_inputs(gm.graph)
+        graph, inputs = self._copy_with_all_inputs(gm.graph)
         for name, body in self.bodies.items():
             _move_attributes(gm, body, name)
         for node in [node for node in graph.nodes if node.target is _REGIONS]:
@@ -165,7 +165,7 @@ class TracedRegions:
         graph.lint()
         return sum(len(run.calls) for run in self.runs.values())
 
-    def _with_all_inputs(self, graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    def _copy_with_all_inputs(self, graph: Graph) -> tuple[Graph, dict[Node, Node]]:
         """(a copy of the functional graph with all inputs, input of Dynamo's graph -> its
         input).
         """

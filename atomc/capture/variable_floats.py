@@ -117,7 +117,7 @@ def _dtype_of_operand(node: Node) -> torch.dtype | None:
     return dtype if same else None
 
 
-def as_tensors(gm: GraphModule, constants: Collection[int]) -> None:
+def read_as_tensors(gm: GraphModule, constants: Collection[int]) -> None:
     """Let arithmetic of Dynamo's graph read float inputs as tensors, except those of these
     numbers.
     """

@@ -193,14 +193,14 @@ def _reports_of(arguments: argparse.Namespace, model: str | None) -> "list[Repor
 
 def _check_rewrite(name: str) -> None:
     """Raises ValueError for a name that is neither a rewrite nor an op."""
-    from atomc.compiler.pipeline import with_registered
+    from atomc.compiler.pipeline import insert_registered
     from atomc.errors import suggestion
     from atomc.ops import REGISTRY
     from atomc.passes import LIFT, PIPELINE
 
     names = {
         rewrite
-        for p in (LIFT, *with_registered(PIPELINE))
+        for p in (LIFT, *insert_registered(PIPELINE))
         if not p.cleanup
         for rewrite in (p.name, *p.lifts)
     }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc.cache.compiled import weight_inputs, with_weights
+from atomc.cache.compiled import append_weights, weight_inputs
 from atomc.capture.floats import inline_floats
 from atomc.capture.inline_regions import regions_of
 from atomc.capture.subclasses import subclass_reason
@@ -48,7 +48,7 @@ def callable_of(
     with floats_stay_inputs(fake_mode_of(gm.graph)):
         built = build(gm, example_inputs, context, report, floats)
     weights = weight_inputs(built.compiled, report.notes)
-    function = built.wrap(with_weights(built.compiled, weights, example_inputs, report.notes))
+    function = built.wrap(append_weights(built.compiled, weights, example_inputs, report.notes))
     report.treated = True
     contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:

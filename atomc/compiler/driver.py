@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from atomc import passes
 from atomc.audit.recorder import Recorder
 from atomc.cache.compiled import Compiled
-from atomc.cache.generated import CompiledFunction, of_graph
+from atomc.cache.generated import CompiledFunction, graph_function
 from atomc.cache.graph_cache import GraphCache
 from atomc.cache.store import ProgramData
 from atomc.capture.functional import CapturedGraph, capture, dynamo_graph
@@ -163,7 +163,9 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
     for one in lowered:
         with timed(report, "glue"):
             original = copy_graph(one.graph) if recorder else one.graph
-            function = _glue(one.graph, glue, options, report) if context.build else of_graph(gm)
+            function = (
+                _glue(one.graph, glue, options, report) if context.build else graph_function(gm)
+            )
             functions.append(recorder.wrap(original, function) if recorder else function)
 
     layout = lowered[0].layout
@@ -175,7 +177,7 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
 def _glue(gm: GraphModule, glue: str, options: Options, report: Report) -> CompiledFunction:
     """A function that calls the kernels of a lowered graph and runs the ops between them."""
     if glue == "eager":
-        return of_graph(gm)
+        return graph_function(gm)
     sink_pointwise(gm.graph)
     if options.glue == "auto" and (count := left_for_glue(gm)) <= FEW_OPS:
         _note_glue(
@@ -183,7 +185,7 @@ def _glue(gm: GraphModule, glue: str, options: Options, report: Report) -> Compi
             "eager",
             f"eager here: {count} ops between kernels are too few to start Inductor for",
         )
-        return of_graph(gm)
+        return graph_function(gm)
     function, pieces = compile_glue(gm, inductor_patches(options))
     _note_glue(report, glue, pieces)
     note_attention_patterns(report, gm)

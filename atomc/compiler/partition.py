@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
-from atomc.cache.generated import CompiledFunction, of_graph, of_inductor, of_pieces
+from atomc.cache.generated import (
+    CompiledFunction,
+    graph_function,
+    inductor_function,
+    pieces_function,
+)
 from atomc.capture.structural_hash import structural_key
 from atomc.compiler.bind_sizes import bind_sizes, copy_numbers
 from atomc.files.json_types import JSONLike
@@ -55,7 +60,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Comp
     mode, loaded = fake_mode_of(gm.graph), num_cache_hits()
     kernels = [node for node in gm.graph.nodes if record_of(node).kernel]
     if not kernels:
-        return _by_inductor(gm, _examples(gm), mode, patches), "1 piece" + _known(loaded)
+        return _compile_piece(gm, _examples(gm), mode, patches), "1 piece" + _known(loaded)
     _gather_parts(gm.graph)
     number = _piece_numbers(gm)
     copy_numbers(gm.graph, number)
@@ -67,7 +72,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Comp
         if not isinstance(piece, GraphModule):
             continue
         if not worth_compiling(piece):
-            functions[name] = of_graph(piece)
+            functions[name] = graph_function(piece)
             continue
         (call,) = split.graph.find_nodes(op="call_module", target=name)
         bind_sizes(split, piece, call)
@@ -75,14 +80,16 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Comp
         # Equal pieces that write may differ in the aliases of their inputs.
         key = name if _writes(piece) else structural_hash(piece)
         if key not in compiled:
-            compiled[key] = _by_inductor(
+            compiled[key] = _compile_piece(
                 piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches
             )
         functions[name] = compiled[key]
-    return of_pieces(split, functions), f"{count} pieces, {len(compiled)} unique" + _known(loaded)
+    return pieces_function(split, functions), f"{count} pieces, {len(compiled)} unique" + _known(
+        loaded
+    )
 
 
-def _by_inductor(
+def _compile_piece(
     gm: GraphModule,
     examples: Sequence[Input],
     mode: FakeTensorMode | None,
@@ -91,7 +98,7 @@ def _by_inductor(
     returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)
     with tracing_context(mode):
         call, code = inductor_code(gm, examples, patches)
-    return of_inductor(call, code, returns_tuple, patches)
+    return inductor_function(call, code, returns_tuple, patches)
 
 
 def _known(before: int) -> str:

@@ -52,19 +52,19 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
     Raises OptionsError for an unknown pass or an option that cannot take effect, ValueError if
     the order of the pipeline violates an `after`.
     """
-    pipeline = with_registered(pipeline)
+    pipeline = insert_registered(pipeline)
     check_order(pipeline)
     switches = context.options.passes
     check_switches(pipeline, switches, paged=context.paged)
     off = {name for name, on in switches.items() if on is False}
     off |= {p.name for p in pipeline if p.off_by_default and p.name not in switches}
     on = [p for p in pipeline if p.name not in off]
-    return on if context.paged else [_outside_the_runtime(p) for p in on if not p.paged], sorted(
+    return on if context.paged else [_without_paged_rewrites(p) for p in on if not p.paged], sorted(
         off
     )
 
 
-def _outside_the_runtime(p: Pass) -> Pass:
+def _without_paged_rewrites(p: Pass) -> Pass:
     return replace(p, rewrites=tuple(r for r in p.rewrites if not r.paged))
 
 
@@ -72,7 +72,7 @@ def check_switches(
     pipeline: Sequence[Pass], switches: Mapping[str, bool | Sequence[str]], *, paged: bool
 ) -> None:
     """Raise OptionsError for an unknown pass or an option that cannot take effect."""
-    pipeline = with_registered(pipeline)
+    pipeline = insert_registered(pipeline)
     off = {name for name, on in switches.items() if on is False}
     names = [LIFT, *(p.name for p in pipeline)]
     for name in switches:
@@ -92,7 +92,7 @@ def runtime_only(pipeline: Sequence[Pass]) -> list[str]:
     """The passes that run only for the runtime."""
     return [
         p.name
-        for p in with_registered(pipeline)
+        for p in insert_registered(pipeline)
         if p.paged or (p.rewrites and all(rewrite.paged for rewrite in p.rewrites))
     ]
 
@@ -139,7 +139,7 @@ def register_pass(added: Pass | Rewrite, *, before: str | None = None) -> Regist
     return Registration(REGISTERED[-1])
 
 
-def with_registered(pipeline: Sequence[Pass]) -> list[Pass]:
+def insert_registered(pipeline: Sequence[Pass]) -> list[Pass]:
     """The pipeline with the registered passes in their places."""
     passes = list(pipeline)
     for added, before in REGISTERED:

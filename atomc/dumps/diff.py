@@ -44,13 +44,13 @@ def differences(first: Path, second: Path, *, every_stage: bool = False) -> list
     Raises ValueError for anything that is not a dump.
     """
     if first.is_file() and second.is_file():
-        return _of_files(first, second)
+        return _file_changes(first, second)
     a, b = _graphs(first), _graphs(second)
     lines = [f"{len(b)} graphs instead of {len(a)}"] if len(a) != len(b) else []
     for number, (left, right) in enumerate(zip(a, b, strict=False)):
         lines += [
             f"graph {number}: {line}" if len(a) > 1 else line
-            for line in _of_graphs(left, right, every_stage)
+            for line in _graph_changes(left, right, every_stage)
         ]
     return lines
 
@@ -85,13 +85,13 @@ def _stages(folder: Path) -> dict[str, Path]:
     return stages
 
 
-def _of_graphs(a: Mapping[str, Path], b: Mapping[str, Path], every_stage: bool) -> list[str]:
+def _graph_changes(a: Mapping[str, Path], b: Mapping[str, Path], every_stage: bool) -> list[str]:
     changes = [f"{name} changed only the first" for name in a if name not in b]
     changes += [f"{name} changed only the second" for name in b if name not in a]
     later: list[str] = []
     shown = False
     for name in a:
-        lines = _of_files(a[name], b[name]) if name in b else []
+        lines = _file_changes(a[name], b[name]) if name in b else []
         if lines and shown and not every_stage:
             later.append(name)
         elif lines:
@@ -100,11 +100,11 @@ def _of_graphs(a: Mapping[str, Path], b: Mapping[str, Path], every_stage: bool) 
     return changes + ([f"later stages also differ: {', '.join(later)}"] if later else [])
 
 
-def _of_files(first: Path, second: Path) -> list[str]:
+def _file_changes(first: Path, second: Path) -> list[str]:
     a, b = _read(first), _read(second)
     changes: list[str] = []
     for name in [*a, *(name for name in b if name not in a)]:
-        lines = _of_lines(a.get(name, []), b.get(name, []))
+        lines = _line_changes(a.get(name, []), b.get(name, []))
         changes += lines if name in ("INPUTS", "forward") else [f"{name}: {line}" for line in lines]
     return changes
 
@@ -248,7 +248,7 @@ def _comment(
 # Comparing
 
 
-def _of_lines(a: Sequence[DumpLine], b: Sequence[DumpLine]) -> list[str]:
+def _line_changes(a: Sequence[DumpLine], b: Sequence[DumpLine]) -> list[str]:
     matcher = SequenceMatcher(
         None, [line.text() for line in a], [line.text() for line in b], autojunk=False
     )

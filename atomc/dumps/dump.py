@@ -288,11 +288,11 @@ class _Inputs:
             return str(_concrete(value))
         if not isinstance(value, Tensor):
             return repr(value) if isinstance(value, int | float | bool | str) else "None"
-        return self._of_a_step(node) or _recipe(
+        return self._step_recipe(node) or _recipe(
             value, _index_bound(node) if not value.is_floating_point() else None
         )
 
-    def _of_a_step(self, node: Node) -> str | None:
+    def _step_recipe(self, node: Node) -> str | None:
         """An input that the runtime passes, for one new sequence in one block; None for an input of
         the program.
         """

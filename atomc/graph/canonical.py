@@ -126,12 +126,12 @@ def _call(node: Node) -> Call:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return Call(str(node.target), list(node.all_input_nodes), {})
-    written = _by_schema(node, schema)
+    written = _schema_call(node, schema)
     canonical = _CANONICAL_FORMS.get(written.op)
     return canonical(node, written) if canonical is not None else written
 
 
-def _by_schema(node: Node, schema: FunctionSchema) -> Call:
+def _schema_call(node: Node, schema: FunctionSchema) -> Call:
     """The call as written, with dimensions from the end."""
     operands: list[Node] = []
     attrs: dict[str, Attr] = {}
@@ -188,7 +188,7 @@ def _rank(operands: list[Node]) -> int:
     return first.dim() if isinstance(first, Tensor) else 0
 
 
-def _from_end(dim: int, rank: int) -> int:
+def _count_from_end(dim: int, rank: int) -> int:
     return dim - rank if dim >= 0 else dim
 
 
@@ -199,9 +199,9 @@ def _dims_from_end(written: Call) -> dict[str, Attr]:
     )  # the order of its dims matters
     written_dims = {name: written.attrs[name] for name in names if name in written.attrs}
     return {
-        name: tuple(sorted(_from_end(d, rank) for d in dims_of(dims)))
+        name: tuple(sorted(_count_from_end(d, rank) for d in dims_of(dims)))
         if isinstance(dims, tuple)
-        else _from_end(dim_of(dims), rank)
+        else _count_from_end(dim_of(dims), rank)
         for name, dims in written_dims.items()
     }
 
@@ -215,7 +215,7 @@ def _getitem(node: Node) -> Call:
     assert isinstance(x, Node)
     dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)
     assert isinstance(dim, int)
-    dim = _from_end(dim, value(x).dim())
+    dim = _count_from_end(dim, value(x).dim())
     start: int | torch.SymInt = 0
     for part in parts[:index]:
         start = start + part.shape[dim]
@@ -253,7 +253,7 @@ def _permute(_: Node, written: Call) -> Call:
     rank = _rank(written.operands)
     order = list(range(-rank, 0))
     if written.op == "permute":
-        order = [_from_end(d, rank) for d in dims_of(written.attrs["dims"])]
+        order = [_count_from_end(d, rank) for d in dims_of(written.attrs["dims"])]
     elif rank > 1:
         a, b = (
             (dim_of(written.attrs["dim0"]), dim_of(written.attrs["dim1"]))

@@ -10,7 +10,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def with_ranges(source: str, labels: Mapping[str, str]) -> ast.Module:
+def add_ranges(source: str, labels: Mapping[str, str]) -> ast.Module:
     """Generated code with a profiler range around each assignment to a name that has a label."""
     tree = ast.parse(source)
     for function in (item for item in ast.walk(tree) if isinstance(item, ast.FunctionDef)):

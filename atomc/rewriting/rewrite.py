@@ -334,7 +334,7 @@ def _replace(
     for output, new in zip(outputs, results, strict=True):
         if not same_shape(value(output), value(new)):
             with graph.inserting_before(before):
-                new = _as_seen(graph, site, new, output, meta)
+                new = _restore_view(graph, site, new, output, meta)
         output.replace_all_uses_with(new)
         renamed[output] = new
         if not same_strides(value(new), value(output)):
@@ -375,7 +375,7 @@ def _results(graph: Graph, rewrite: Rewrite, site: MatchSite) -> list[Node]:
     return [graph.call_function(operator.getitem, (result_node, i)) for i in range(count)]
 
 
-def _as_seen(graph: Graph, site: MatchSite, new: Node, output: Node, meta: Provenance) -> Node:
+def _restore_view(graph: Graph, site: MatchSite, new: Node, output: Node, meta: Provenance) -> Node:
     """The result in the shape of the replaced output, from which it differs by a skipped view."""
     view = next(node for node in site.skipped if call(node).op == "view")
     assert callable(view.target)

@@ -28,7 +28,7 @@ __all__ = [
     "local_tensor",
     "mark_as_parameter",
     "release_masks",
-    "with_local",
+    "replace_local",
 ]
 
 
@@ -53,7 +53,7 @@ def mark_as_parameter(local: Tensor) -> None:
     local._is_param = True
 
 
-def with_local(x: "DTensor", local: Tensor) -> "DTensor":
+def replace_local(x: "DTensor", local: Tensor) -> "DTensor":
     """A DTensor like x, with another tensor of this process."""
     dtensor: DTensor = type(x)(local, x._spec, requires_grad=False)
     return dtensor

@@ -43,7 +43,7 @@ def one_activation(graph: Graph, keep_roundings: bool) -> list[Node]:
         if activation is None or value(node).dtype not in dtypes:
             continue
         result, x, approximate = activation
-        result, x = _without_casts(result, x)
+        result, x = _strip_casts(result, x)
         if result is node and call(node).op in ("silu", "gelu"):
             continue
         if not _is_gate(result):
@@ -71,15 +71,15 @@ def _activation(node: Node) -> _Found | None:
     if here.op == "gelu":
         return node, here.operands[0], str(here.attrs.get("approximate", "none"))
     if here.op == "sigmoid":
-        return _of_sigmoid(node, here.operands[0])
+        return _sigmoid_product(node, here.operands[0])
     if here.op == "exp":
-        return _of_exp(node)
+        return _exp_quotient(node)
     if here.op in _INSIDE:
-        return _of_gelu(node)
+        return _gelu(node)
     return None
 
 
-def _of_sigmoid(sigmoid: Node, x: Node) -> _Found | None:
+def _sigmoid_product(sigmoid: Node, x: Node) -> _Found | None:
     """x * sigmoid(x)"""
     product = only_reader(sigmoid)
     if product is None or call(product).op != "mul" or set(call(product).operands) != {x, sigmoid}:
@@ -87,7 +87,7 @@ def _of_sigmoid(sigmoid: Node, x: Node) -> _Found | None:
     return product, x, None
 
 
-def _of_exp(exp: Node) -> _Found | None:
+def _exp_quotient(exp: Node) -> _Found | None:
     """x / (1 + exp(-x)), or x * (1 / (1 + exp(-x)))"""
     [negative] = call(exp).operands
     below = only_reader(exp)
@@ -101,7 +101,7 @@ def _of_exp(exp: Node) -> _Found | None:
     if quotient is None:
         return None
     if call(quotient).op == "reciprocal":
-        return _of_sigmoid(quotient, x)
+        return _sigmoid_product(quotient, x)
     return (quotient, x, None) if _is_quotient(quotient, x, below) else None
 
 
@@ -110,11 +110,13 @@ def _is_quotient(node: Node, above: Node, below: Node) -> bool:
     return here.op == "div" and here.operands == [above, below] and len(here.attrs) == 0
 
 
-def _of_gelu(node: Node) -> _Found | None:
+def _gelu(node: Node) -> _Found | None:
     """The whole GELU around an erf or a tanh."""
     approximate, inside = _INSIDE[call(node).op]
     [operand] = call(node).operands
-    x = next((x for x in _below(operand) if _same(polynomial(operand, {x: (1, 0)}), inside)), None)
+    x = next(
+        (x for x in _upstream(operand) if _same(polynomial(operand, {x: (1, 0)}), inside)), None
+    )
     if x is None:
         return None
     part = node
@@ -127,7 +129,7 @@ def _of_gelu(node: Node) -> _Found | None:
     return None
 
 
-def _below(node: Node) -> list[Node]:
+def _upstream(node: Node) -> list[Node]:
     """The values from which a node may be computed as a polynomial, the nearest first."""
     nodes, reached = [node], [node]
     for _ in range(_DEEPEST):
@@ -208,7 +210,7 @@ def _same(polynomial: Polynomial | None, wanted: Polynomial) -> bool:
     )
 
 
-def _without_casts(result: Node, x: Node) -> tuple[Node, Node]:
+def _strip_casts(result: Node, x: Node) -> tuple[Node, Node]:
     """Without the cast of x to fp32 and that of the result back."""
     narrow, back = uncast(x), only_reader(result)
     if narrow is None or back is None or call(back).op != "cast":

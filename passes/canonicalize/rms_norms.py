@@ -68,7 +68,7 @@ def _one_norm(node: Node, keep_roundings: bool, changed: list[Node]) -> None:
             if weighted is None:
                 _add_weight(product, x, changed)
             else:
-                _without_cast_of_weight(weighted, x, changed)
+                _drop_weight_cast(weighted, x, changed)
 
 
 def _round_sum(x: Node, changed: list[Node]) -> None:
@@ -152,25 +152,25 @@ def _roots(variance: Node, x: Node, changed: list[Node]) -> list[Node]:
         if here.op == "rsqrt":
             roots.append(reader)
         elif here.op == "pow" and here.attrs.get("exponent") == -0.5:
-            roots.append(_as_rsqrt(variance, reader, changed))
+            roots.append(_replace_by_rsqrt(variance, reader, changed))
         elif here.op == "sqrt" or (here.op == "pow" and here.attrs.get("exponent") == 0.5):
-            roots += _of_sqrt(variance, x, reader, changed)
+            roots += _sqrt_roots(variance, x, reader, changed)
     return roots
 
 
-def _as_rsqrt(variance: Node, node: Node, changed: list[Node]) -> Node:
+def _replace_by_rsqrt(variance: Node, node: Node, changed: list[Node]) -> Node:
     changed.append(node)
     root = insert(node, aten.rsqrt.default, variance)
     replace(node, root)
     return root
 
 
-def _of_sqrt(variance: Node, x: Node, sqrt: Node, changed: list[Node]) -> list[Node]:
+def _sqrt_roots(variance: Node, x: Node, sqrt: Node, changed: list[Node]) -> list[Node]:
     roots = []
     for reader in list(sqrt.users):
         here = call(reader)
         if here.op == "reciprocal" or (here.op == "pow" and here.attrs.get("exponent") == -1):
-            roots.append(_as_rsqrt(variance, reader, changed))
+            roots.append(_replace_by_rsqrt(variance, reader, changed))
         elif (
             here.op == "div" and not here.attrs and here.operands in ([x, sqrt], [uncast(x), sqrt])
         ):
@@ -188,7 +188,7 @@ def _products(root: Node, x: Node, keep_roundings: bool, changed: list[Node]) ->
     for reader in list(root.users):
         here = call(reader)
         if here.op == "cast" and value(reader).dtype in HALVES and not keep_roundings:
-            products += _of_rounded(reader, root, x, changed)
+            products += _rounded_products(reader, root, x, changed)
         elif here.op != "mul" or len(here.operands) != 2:
             continue
         elif x in here.operands:
@@ -201,7 +201,7 @@ def _products(root: Node, x: Node, keep_roundings: bool, changed: list[Node]) ->
     return products
 
 
-def _of_rounded(rounded: Node, root: Node, x: Node, changed: list[Node]) -> list[Node]:
+def _rounded_products(rounded: Node, root: Node, x: Node, changed: list[Node]) -> list[Node]:
     """The products of a row in 16 bits with its rounded root, rounded afterwards instead."""
     narrow, products = uncast(x), []
     for reader in list(rounded.users):
@@ -228,7 +228,7 @@ def _weighted(row: Node) -> Node | None:
     return None
 
 
-def _without_cast_of_weight(weighted: Node, x: Node, changed: list[Node]) -> None:
+def _drop_weight_cast(weighted: Node, x: Node, changed: list[Node]) -> None:
     """Read a weight without its cast to fp32 if the row is in fp32, too: the product promotes."""
     row = uncast(x)
     for operand in call(weighted).operands:

@@ -66,13 +66,13 @@ def quantized_example(quantizer: Quantizer, keep: bool, norm: Example) -> Exampl
     return {**norm, "quantizer": quantizer, "keep": keep, **quantizer.example()}
 
 
-def _of_norm(quantizer: Quantizer, keep: bool) -> Example:
+def _example(quantizer: Quantizer, keep: bool) -> Example:
     return quantized_example(quantizer, keep, norm_example(width=64))
 
 
-def _of_add_norm(quantizer: Quantizer, keep: bool) -> Example:
+def _add_example(quantizer: Quantizer, keep: bool) -> Example:
     return quantized_example(quantizer, keep, norm_example("residual", width=64))
 
 
-RMS_NORM_QUANT = quantizing(ops.rms_norm, ops.rms_norm_quant, _of_norm, {})
-ADD_RMS_NORM_QUANT = quantizing(ops.add_rms_norm, ops.add_rms_norm_quant, _of_add_norm, {})
+RMS_NORM_QUANT = quantizing(ops.rms_norm, ops.rms_norm_quant, _example, {})
+ADD_RMS_NORM_QUANT = quantizing(ops.add_rms_norm, ops.add_rms_norm_quant, _add_example, {})

@@ -131,11 +131,11 @@ def _kind(nodes: Sequence[Node]) -> str:
 def _reaches_attention(node: Node) -> bool:
     return any(
         _kind_of(reader) is Kind.ATTENTION or call(reader).op in PRODUCTS
-        for reader in _readers(node, _on_the_way)
+        for reader in _readers(node, _leads_to_attention)
     )
 
 
-def _on_the_way(node: Node) -> bool:
+def _leads_to_attention(node: Node) -> bool:
     return (
         call(node).op in ON_THE_WAY or _kind_of(node) in (Kind.NORM, Kind.ROPE) or _is_adapter(node)
     )
@@ -155,13 +155,13 @@ def _gated(nodes: Sequence[Node]) -> list[Node]:
     """Gate and up, if a gated activation reads two of the nodes."""
     for reader in _readers(nodes[0], lambda node: call(node).op in VIEWS or _is_adapter(node)):
         if _kind_of(reader) is Kind.GATE:
-            pair = [_behind_adapters(operand) for operand in call(reader).operands]
+            pair = [_skip_adapters(operand) for operand in call(reader).operands]
             if len(set(pair) & set(nodes)) == 2:
                 return pair
     return []
 
 
-def _behind_adapters(node: Node) -> Node:
+def _skip_adapters(node: Node) -> Node:
     """The linear layer that views and adapters change."""
     while call(node).op in VIEWS or _is_adapter(node):
         node = call(node).operands[0]
@@ -201,7 +201,7 @@ def _mergeable(
             refused.append((linear.node, "guard", reason))
         else:
             fit.append(linear)
-    parts, elsewhere = _as_packed_before(fit, names[0], real)
+    parts, elsewhere = _group_as_packed(fit, names[0], real)
     refused += elsewhere
     mergeable = []
     for part in parts:
@@ -223,7 +223,7 @@ def _unfit(argument: Argument, real: Real) -> str | None:
     return f"{input_name(argument)}: {reason}" if reason else None
 
 
-def _as_packed_before(
+def _group_as_packed(
     group: list[OpCall], name: str, real: Real
 ) -> tuple[list[list[OpCall]], list[Refused]]:
     """The calls to merge with each other: as an earlier graph has packed their parameters, and all

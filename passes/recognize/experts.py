@@ -99,7 +99,7 @@ def _written_out(given: _Given, gate: Callable[[Tensor], Tensor]) -> Tensor:
     return (y * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(x.dtype)
 
 
-def _of_transformers(
+def _transformers_forward(
     name: str, experts: int, transposed: bool, given: _Given, gate: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """What a function of transformers computes for a module with these parameters."""
@@ -231,7 +231,7 @@ _Key = tuple[str, WeightLayout, int, int, str]
 @cache
 def _case(key: _Key, gate: GateForm) -> Case:
     forward, layout, tokens, experts, device = key
-    of_transformers = partial(_of_transformers, forward, experts, layout.transposed)
+    of_transformers = partial(_transformers_forward, forward, experts, layout.transposed)
     arguments: Example = {
         "forward": of_transformers if forward else _written_out,
         "gate": gate,

@@ -39,12 +39,12 @@ def _eps_after_root(x: Tensor, eps: float) -> Tensor:
     return x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + eps)
 
 
-def _of_norm(x: Tensor, scale: float, eps: float) -> Tensor:
+def _vector_norm(x: Tensor, scale: float, eps: float) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(x, 2, dim=-1, keepdim=True)
     return x / (norm * scale + eps)
 
 
-def _of_clamped_norm(x: Tensor, scale: float, eps: float) -> Tensor:
+def _clamped_vector_norm(x: Tensor, scale: float, eps: float) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(x, 2, dim=-1, keepdim=True)
     return x / (norm * scale).clamp(min=eps)
 
@@ -53,11 +53,11 @@ def _normalized(x: Tensor, scale: float, eps: float) -> Tensor:
     return F.normalize(x, dim=-1, eps=eps) * scale
 
 
-def _in_16_bits(x: Tensor, eps: float) -> Tensor:
+def _half_precision(x: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def _of_wide_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _wide_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x.to(torch.float32) + residual.to(torch.float32)
     normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype), total
@@ -87,19 +87,19 @@ OTHER_NORMS = [
     unsupported("rms_norm", variant, pattern, example, needs, reason)
     for variant, pattern, example, needs, reason in (
         ("eps outside", _eps_after_root, _row, ["aten::sqrt", "aten::mean"], _EPS_OUTSIDE),
-        ("x.norm", _of_norm, _scaled_row, ["aten::linalg_vector_norm"], _EPS_OUTSIDE),
-        ("clamped", _of_clamped_norm, _scaled_row, ["aten::linalg_vector_norm"], _CLAMPED),
+        ("x.norm", _vector_norm, _scaled_row, ["aten::linalg_vector_norm"], _EPS_OUTSIDE),
+        ("clamped", _clamped_vector_norm, _scaled_row, ["aten::linalg_vector_norm"], _CLAMPED),
         ("normalize", _normalized, _scaled_row, ["aten::linalg_vector_norm"], _CLAMPED),
         (
             "16 bits",
-            _in_16_bits,
+            _half_precision,
             _row,
             ["aten::sqrt", "aten::mean"],
             "x / sqrt in 16 bits, which the op computes in fp32",
         ),
         (
             "wide sum",
-            _of_wide_sum,
+            _wide_sum,
             _residual,
             ["aten::rsqrt", "aten::mean"],
             "a sum in fp32 with a residual, which the option rounding='hf' does not round",

@@ -62,7 +62,7 @@ def _scores(logits: Tensor, router: RouterForm) -> Tensor:
     return F.softplus(logits).sqrt() if router.score == "sqrt_softplus" else logits
 
 
-def _in_best_groups(choice: Tensor, router: RouterForm) -> Tensor:
+def _hide_other_groups(choice: Tensor, router: RouterForm) -> Tensor:
     experts = choice.shape[-1]
     grouped = choice.view(-1, router.groups, experts // router.groups)
     if router.group_score == "top2":
@@ -91,7 +91,7 @@ def _pattern(
     scores = _scores(logits, router)
     choice = scores if bias is None else scores + bias
     if router.groups:
-        choice = _in_best_groups(choice, router)
+        choice = _hide_other_groups(choice, router)
     weights, ids = choice.topk(k, -1, sorted=in_order)
     if router.gathered:
         weights = scores.gather(1, ids)
@@ -233,7 +233,7 @@ def _groups(choice: Node) -> tuple[int, int, str, Node]:
     for grouped in scores.users:
         for reader in grouped.users:
             if value(grouped).dim() == 3 and call(reader).op in _GROUP_SCORES:
-                count = _before(mask, "topk")
+                count = _nearest_upstream(mask, "topk")
                 count_of_best = call(count).attrs["k"] if count is not None else 1
                 assert isinstance(count_of_best, int)
                 return (
@@ -245,7 +245,7 @@ def _groups(choice: Node) -> tuple[int, int, str, Node]:
     return 0, 1, "max", choice
 
 
-def _before(node: Node, op: str, depth: int = 10) -> Node | None:
+def _nearest_upstream(node: Node, op: str, depth: int = 10) -> Node | None:
     """The nearest node upstream that is such an op, along the last operands."""
     while depth and call(node).op != op and call(node).operands:
         node, depth = call(node).operands[-1], depth - 1

@@ -196,7 +196,7 @@ def test_ranges_lie_around_what_computes_and_not_around_what_frees():
     source = (
         "def forward(self, x):\n    a = f(x);  x = None\n    b = a[0];  a = None\n    return (b,)"
     )
-    text = ast.unparse(profiler_ranges.with_ranges(source, {"a": "mlp: f", "x": "never"}))
+    text = ast.unparse(profiler_ranges.add_ranges(source, {"a": "mlp: f", "x": "never"}))
     assert text.splitlines()[1:] == [
         "    with record_function('mlp: f'):",
         "        a = f(x)",

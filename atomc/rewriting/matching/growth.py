@@ -19,7 +19,7 @@ from atomc.ops.op_traits import Kind
 from atomc.report.records import MissKind
 from atomc.rewriting.matching.attributes import attr_differences, bare
 from atomc.rewriting.matching.pattern import Difference, MatchSite, Pattern
-from atomc.rewriting.matching.search import read_beside, without_cast
+from atomc.rewriting.matching.search import read_beside, skip_cast
 from atomc.rewriting.matching.similarity import alike, like, similarity
 
 # Ops that only change layout, shape or dtype: several in a row are one difference.
@@ -185,7 +185,7 @@ class Growth:
             wanted.op == "cast"
             and value(g).dtype == wanted.attrs["dtype"] != self.pattern.model_dtype
         ):
-            without_cast(self.site, p, g)
+            skip_cast(self.site, p, g)
             self.settle(wanted.operands[0], g, reader)
         elif self.pattern.sees_through and here.op in VIEWS and keeps_last_dim(g):
             self.site.skipped.append(g)
@@ -198,7 +198,7 @@ class Growth:
         chain = self.chain_down(p, g) if call(p).op != "cast" else []
         if chain:
             *between, counterpart = chain
-            self.in_between(
+            self.note_between(
                 between[::-1], f"{describe(reader)} reading {_wanted(p)} directly", call(reader).op
             )
             self.place(p, counterpart)
@@ -287,7 +287,7 @@ class Growth:
         if call(reader).op != "cast" or not isinstance(value(g), Tensor):
             return False
         right = value(g).dtype == self.site.attr(call(reader).attrs["dtype"])
-        return right and without_cast(self.site, reader, g)
+        return right and skip_cast(self.site, reader, g)
 
     def follow_through_view(self, reader: Node, users: list[Node]) -> bool:
         for view in users if self.pattern.sees_through else ():
@@ -306,7 +306,7 @@ class Growth:
         chain = self.chain_up(reader, g)
         if chain:
             *between, counterpart = chain
-            self.in_between(
+            self.note_between(
                 between, f"{_wanted(reader)} reading {describe(g)} directly", call(reader).op
             )
             self.place(reader, counterpart)
@@ -355,7 +355,7 @@ class Growth:
             )
             if rating > WORTH_PLACING:
                 if between:
-                    self.in_between(
+                    self.note_between(
                         between, f"{describe(here)} read together with {_wanted(p)}", call(here).op
                     )
                 self.settle(p, g, reader)
@@ -380,7 +380,7 @@ class Growth:
 
     # ---- ops in between
 
-    def in_between(self, between: list[Node], expected: str, *ops: str) -> None:
+    def note_between(self, between: list[Node], expected: str, *ops: str) -> None:
         """Record ops that the pattern does not have, in order of execution."""
         text = " > ".join([*map(spell, between[:-1]), describe(between[-1])])
         self.note("extra op", expected, f"{text} in between", between[0], *ops)

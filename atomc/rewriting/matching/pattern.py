@@ -91,13 +91,13 @@ class Pattern:
             if name not in {*located, *tensors}
         }
         self.decided_by = {example[name]: name for name in located - self.captured}
-        self.any_dtype = self._of_any_dtype(others)
+        self.any_dtype = self._nodes_of_any_dtype(others)
 
     def _model_dtype(self) -> torch.dtype | None:
         dtypes = [value(p).dtype for p in self.inputs if p not in self.choices]
         return next((dtype for dtype in dtypes if dtype in HALVES), None)
 
-    def _of_any_dtype(self, others: list[Node]) -> set[Node]:
+    def _nodes_of_any_dtype(self, others: list[Node]) -> set[Node]:
         """A dtype depends on the op, its attributes and the dtypes of its operands. others: nodes
         of the trace at turn 1.
         """

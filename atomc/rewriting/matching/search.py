@@ -65,7 +65,7 @@ def _placements(site: MatchSite, p: Node, g: Node) -> Iterator[Way]:
         for order in here.orders():
             yield partial(_place, site, p, g), list(zip(wanted.operands, order, strict=True))
     if wanted.op == "cast" and here.op != "cast":
-        yield partial(without_cast, site, p, g), [(wanted.operands[0], g)]
+        yield partial(skip_cast, site, p, g), [(wanted.operands[0], g)]
 
 
 def _bind(site: MatchSite, name: str, g: Node) -> bool:
@@ -86,7 +86,7 @@ def _may_be_skipped(g: Node) -> bool:
     return call(g).op in VIEWS and keeps_last_dim(g)
 
 
-def without_cast(site: MatchSite, p: Node, g: Node) -> bool:
+def skip_cast(site: MatchSite, p: Node, g: Node) -> bool:
     """Match a cast of the pattern with a node that has the dtype already, which is checked once all
     inputs are bound.
     """
@@ -109,7 +109,7 @@ def _together(site: MatchSite, output: Node) -> Iterator[Node]:
     here, later = site.outputs()[0], outputs.index(output) > outputs.index(first)
     for reader in here.users:
         for operand in read_beside(reader, here, later):
-            yield from _through_cache(operand, call(output).op)
+            yield from _cached_calls(operand, call(output).op)
 
 
 def read_beside(reader: Node, read: Node, later: bool) -> list[Node]:
@@ -143,7 +143,7 @@ def _readers(site: MatchSite, node: Node) -> Iterator[Node]:
             yield from user.users
 
 
-def _through_cache(node: Node, op: str, depth: int = 4) -> Iterator[Node]:
+def _cached_calls(node: Node, op: str, depth: int = 4) -> Iterator[Node]:
     """The node itself if it calls `op`, else the calls of `op` written to the cache that it is
     a view of.
     """
@@ -152,7 +152,7 @@ def _through_cache(node: Node, op: str, depth: int = 4) -> Iterator[Node]:
         yield node
     elif depth and here.op in ("permute", "view", "slice", "index_copy"):
         for operand in here.operands:
-            yield from _through_cache(operand, op, depth - 1)
+            yield from _cached_calls(operand, op, depth - 1)
 
 
 def _complete(site: MatchSite) -> Iterator[MatchSite]:

@@ -26,7 +26,7 @@ from atomc.passes.recognize.attention.both_products import (
     product_with_values,
 )
 from atomc.passes.recognize.attention.match_site import AttentionSite, checked_site
-from atomc.passes.recognize.attention.products import PRODUCTS, above, has_product
+from atomc.passes.recognize.attention.products import PRODUCTS, derives_from_product, has_product
 from atomc.passes.recognize.attention.replacement import replace_by_op
 from atomc.passes.recognize.attention.walk import Unlike, Walk
 from atomc.rewriting.graph_pass import Change, Context
@@ -65,7 +65,7 @@ def _replaced(site: AttentionSite, moved: list[tuple[Node, torch.Tensor]]) -> Fi
 def _is_near(walk: Walk) -> bool:
     """Whether the scores are computed from a product; by whatever ops, if values are weighted."""
     weighted = any(call(node).op in PRODUCTS for node in walk.inside)
-    return has_product(walk.softmax) or (weighted and above(walk.softmax))
+    return has_product(walk.softmax) or (weighted and derives_from_product(walk.softmax))
 
 
 def _near_miss(walk: Walk, difference: Difference, variant: str = "") -> NearMiss:

@@ -10,9 +10,9 @@ from torch.fx import Node
 from atomc.graph.canonical import Attr, call, factor, only_reader, readers, spell, value
 from atomc.graph.provenance import describe
 from atomc.ops.formats import FLOATS
-from atomc.passes.recognize.attention.masks import add_mask, without_mask
+from atomc.passes.recognize.attention.masks import add_mask, strip_mask
 from atomc.passes.recognize.attention.products import LAYOUT, PRODUCTS, moves_ones
-from atomc.passes.recognize.attention.sinks import without_sinks
+from atomc.passes.recognize.attention.sinks import strip_sinks
 from atomc.passes.recognize.attention.walk import Added, Unlike, Walk
 
 
@@ -55,7 +55,7 @@ def product_with_keys(walk: Walk) -> Node:
     """The product of queries and keys. On the way: scale, softcap, masks and sinks, outermost
     first.
     """
-    scale, node = 1.0, without_sinks(walk)
+    scale, node = 1.0, strip_sinks(walk)
     while call(node).op not in PRODUCTS:
         walk.inside.append(node)
         here, by = call(node), factor(node)
@@ -69,10 +69,10 @@ def product_with_keys(walk: Walk) -> Node:
                 raise Unlike("other op", "one softcap", describe(node), node)
             walk.softcap, scale, node = scale, 1.0, here.operands[0]
         else:
-            node = without_mask(walk, node, scale)
+            node = strip_mask(walk, node, scale)
     walk.inside.append(node)
     if call(node).op == "baddbmm":
-        scale *= _of_baddbmm(walk, node, scale)
+        scale *= _baddbmm_factor(walk, node, scale)
     walk.scale = scale * (walk.softcap or 1.0)
     return node
 
@@ -81,7 +81,7 @@ def _is_factor(attr: Attr) -> TypeGuard[float]:
     return isinstance(attr, int | float) and math.isfinite(attr) and attr != 0
 
 
-def _of_baddbmm(walk: Walk, node: Node, scale: float) -> float:
+def _baddbmm_factor(walk: Walk, node: Node, scale: float) -> float:
     """The factor of the product in a baddbmm, whose first operand is a mask."""
     here = call(node)
     beta, alpha = here.attrs.get("beta", 1), here.attrs.get("alpha", 1)

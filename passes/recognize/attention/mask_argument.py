@@ -51,22 +51,22 @@ def sum_of_masks(site: AttentionSite) -> Node:
     before, masks = site.result, site.walk.added
     if [added.fill for added in masks] == [-math.inf]:
         seen = insert(before, aten.logical_not.default, masks[0].mask)
-        return _at_scores(before, seen, masks[0].at, site.shape)
+        return _align_mask(before, seen, masks[0].at, site.shape)
     total: Node | None = None
     for added in reversed(masks):
-        total = _with_mask(before, total, added, site.shape)
+        total = _combine(before, total, added, site.shape)
     assert total is not None
     return total
 
 
-def _with_mask(before: Node, total: Node | None, added: Added, shape: Shape) -> Node:
+def _combine(before: Node, total: Node | None, added: Added, shape: Shape) -> Node:
     """One more mask after others. One that fills takes the place of what was added before: keys
     that several hide weigh as much as others in a row without visible keys.
     """
     mask = added.mask
     if added.fill is None and added.factor != 1.0:
         mask = insert(before, aten.mul.Tensor, mask, added.factor)
-    mask = _at_scores(before, mask, added.at, shape)
+    mask = _align_mask(before, mask, added.at, shape)
     if added.fill is None:
         return mask if total is None else insert(before, aten.add.Tensor, total, mask)
     dtype = value(before if total is None else total).dtype
@@ -83,7 +83,7 @@ def _hiding(added: Added, dtype: torch.dtype) -> float:
     return -math.inf if added.fill == -math.inf else torch.finfo(dtype).min
 
 
-def _at_scores(before: Node, mask: Node, at: Node, shape: Shape) -> Node:
+def _align_mask(before: Node, mask: Node, at: Node, shape: Shape) -> Node:
     """A mask of scores [B * N, T, S] as one of [B, N, T, S]."""
     here, merged = value(mask).shape, value(at).dim() < len(shape)
     if len(here) < 2:

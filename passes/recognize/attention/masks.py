@@ -14,11 +14,11 @@ from atomc.passes.recognize.attention.walk import Added, Unlike, Walk
 HIDES = -1e38
 
 
-def without_mask(walk: Walk, node: Node, factor: float) -> Node:
+def strip_mask(walk: Walk, node: Node, factor: float) -> Node:
     """The scores below a mask, which is noted. factor: of the scores after the mask."""
     here = call(node)
     if here.op == "add" and len(here.operands) == 2 and here.attrs.get("alpha", 1) == 1:
-        return _without_added(walk, node, factor)
+        return _strip_added(walk, node, factor)
     if here.op == "masked_fill":
         scores, mask, *filled = here.operands
         fill = constant(filled[0]) if filled else _number(here.attrs.get("value"))
@@ -38,7 +38,7 @@ def without_mask(walk: Walk, node: Node, factor: float) -> Node:
     return scores
 
 
-def _without_added(walk: Walk, node: Node, factor: float) -> Node:
+def _strip_added(walk: Walk, node: Node, factor: float) -> Node:
     operands = call(node).operands
     products = [operand for operand in operands if has_product(operand)]
     if len(products) != 1:

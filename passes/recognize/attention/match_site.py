@@ -85,11 +85,11 @@ def _scores_shape(walk: Walk, scores: Node) -> list[Size]:
         rank = f"rank {len(leading) + 1}"
         raise Unlike("size", "scores [N, T, S] or [B, N, T, S]", rank, walk.softmax)
     if len(leading) == 2:
-        leading = _of_masks(walk, leading)
+        leading = _mask_dims(walk, leading)
     return [*leading, value(scores).shape[-1]]
 
 
-def _of_masks(walk: Walk, leading: list[Size]) -> list[Size]:
+def _mask_dims(walk: Walk, leading: list[Size]) -> list[Size]:
     """[B, N, T] if a mask is added to a view [B, N, T, S] of the scores; else [B * N, T]."""
     for added in walk.added:
         *heads, rows, _ = value(added.at).shape

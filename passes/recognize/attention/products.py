@@ -20,7 +20,7 @@ def has_product(node: Node, depth: int = 16) -> bool:
     return depth > 0 and any(has_product(operand, depth - 1) for operand in operands)
 
 
-def above(node: Node, depth: int = 16) -> bool:
+def derives_from_product(node: Node, depth: int = 16) -> bool:
     """Whether a node is computed from a batch of products, by whatever ops, as first operands."""
     while depth and call(node).operands and call(node).op not in PRODUCTS:
         node, depth = call(node).operands[0], depth - 1

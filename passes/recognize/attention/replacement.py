@@ -35,7 +35,7 @@ def replace_by_op(site: AttentionSite, moved: list[tuple[Node, torch.Tensor]]) -
     overload = ops.attention.overload
     out = insert(result, overload, q, k, v, *optional, scale=walk.scale, causal=causal, **special)
     back = insert(result, torch.ops.aten.transpose.int, out, -3, -2)
-    old = _as_seen(result, value(back).shape)
+    old = _viewed_result(result, value(back).shape)
     if old is result:
         back = reshape(result, back, value(result).shape)
     new_nodes = nodes_between(before, result)
@@ -51,7 +51,7 @@ def replace_by_op(site: AttentionSite, moved: list[tuple[Node, torch.Tensor]]) -
     return Fired("attention", result, attrs, set(walk.inside), new_nodes, consumed)
 
 
-def _as_seen(result: Node, shape: Shape) -> Node:
+def _viewed_result(result: Node, shape: Shape) -> Node:
     """The only reader of the product, if it is a view of this shape; else the product."""
     reader = only_reader(result)
     seen = reader is not None and call(reader).op == "view" and has_shape(reader, shape)

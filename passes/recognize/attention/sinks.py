@@ -12,11 +12,11 @@ from atomc.passes.recognize.attention.products import LAYOUT
 from atomc.passes.recognize.attention.walk import Unlike, Walk
 
 
-def without_sinks(walk: Walk) -> Node:
+def strip_sinks(walk: Walk) -> Node:
     """The scores below the cat with the sinks, and below a subtraction of the largest score, which
     changes nothing.
     """
-    node = _without_largest(walk)
+    node = _strip_largest(walk)
     here = call(node)
     dropped = [node for node in walk.inside if call(node).op == "slice"]
     if bool(dropped) != (here.op == "cat"):
@@ -34,7 +34,7 @@ def without_sinks(walk: Walk) -> Node:
     return scores
 
 
-def _without_largest(walk: Walk) -> Node:
+def _strip_largest(walk: Walk) -> Node:
     """The operand of the softmax before the largest score of the row was subtracted."""
     node = call(walk.softmax).operands[0]
     while call(node).op in ("cast", "clone") and call(call(node).operands[0]).op in ("sub", "cat"):

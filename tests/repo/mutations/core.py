@@ -405,7 +405,7 @@ BUGS = [
     ),
     Bug(
         "passes/recognize/attention/match_site.py",
-        "leading = _of_masks(walk, leading)",
+        "leading = _mask_dims(walk, leading)",
         "leading = leading",
         "tests/passes/test_attention_by_hand.py -k heads_apart",
     ),
