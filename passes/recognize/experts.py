@@ -74,8 +74,8 @@ _GATES = [
 ]
 
 
-class _Given(NamedTuple):
-    """The arguments of all patterns."""
+class _Operands(NamedTuple):
+    """The tensors of all patterns."""
 
     x: Tensor
     ids: Tensor
@@ -86,12 +86,12 @@ class _Given(NamedTuple):
     b2: Tensor | None
 
 
-Forward = Callable[[_Given, Callable[[Tensor], Tensor]], Tensor]
+Forward = Callable[[_Operands, Callable[[Tensor], Tensor]], Tensor]
 
 
-def _written_out(given: _Given, gate: Callable[[Tensor], Tensor]) -> Tensor:
+def _written_out(operands: _Operands, gate: Callable[[Tensor], Tensor]) -> Tensor:
     """The plainest experts: the weights of the chosen ones gathered, and two products."""
-    x, ids, weights, w13, w2, b13, b2 = given
+    x, ids, weights, w13, w2, b13, b2 = operands
     h = torch.einsum("tkih,th->tki", w13[ids], x)
     h = gate(h if b13 is None else h + b13[ids])
     y = torch.einsum("tkhi,tki->tkh", w2[ids], h)
@@ -100,44 +100,38 @@ def _written_out(given: _Given, gate: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _transformers_forward(
-    name: str, experts: int, transposed: bool, given: _Given, gate: Callable[[Tensor], Tensor]
+    name: str, experts: int, transposed: bool, operands: _Operands, gate: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """What a function of transformers computes for a module with these parameters."""
     module = SimpleNamespace(
         num_experts=experts,
         has_gate=True,
-        has_bias=given.b13 is not None,
+        has_bias=operands.b13 is not None,
         has_post_expert_norm=False,
         is_transposed=transposed,
         is_concatenated=True,
         _is_expert_parallel=False,
         _apply_gate=gate,
-        gate_up_proj=given.w13,
-        gate_up_proj_bias=given.b13,
-        down_proj=given.w2,
-        down_proj_bias=given.b2,
+        gate_up_proj=operands.w13,
+        gate_up_proj_bias=operands.b13,
+        down_proj=operands.w2,
+        down_proj_bias=operands.b2,
     )
     forward = getattr(sys.modules[TRANSFORMERS], name)
-    tensors = (given.x, given.ids, given.weights)
+    tensors = (operands.x, operands.ids, operands.weights)
     result: Tensor = torch.func.functionalize(partial(forward, module))(*tensors)
     return result
 
 
 def _pattern(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
     forward: Forward,
     activation: str,
     interleaved: bool,
     transposed: bool,
-    b13: Tensor | None,
-    b2: Tensor | None,
     alpha: float = 0.0,
     low: float | None = None,
     high: float | None = None,
+    **operands: Tensor,
 ) -> Tensor:
     def gate(h: Tensor) -> Tensor:
         gate, up = gate_and_up(h, interleaved)
@@ -145,25 +139,20 @@ def _pattern(
             gate, up = gate.clamp(max=high), up.clamp(low, high)
         return activated(gate, up, activation, alpha)
 
-    return forward(_Given(x, ids, weights, w13, w2, b13, b2), gate)
+    return forward(_Operands(**operands), gate)
 
 
 def _replacement(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
     forward: Forward,
     activation: str,
     interleaved: bool,
     transposed: bool,
-    b13: Tensor | None,
-    b2: Tensor | None,
     alpha: float = 1.702,
     low: float | None = None,
     high: float | None = None,
+    **operands: Tensor,
 ) -> Tensor:
+    x, ids, weights, w13, w2, b13, b2 = _Operands(**operands)
     if transposed:
         w13, w2 = transpose(w13, 1, 2), transpose(w2, 1, 2)
     biases = () if b13 is None else (b13, b2)
@@ -181,11 +170,11 @@ def _replacement(
     )
 
 
-def _fits(low: float | None = None, high: float | None = None, **given: object) -> str | None:
+def _fits(low: float | None = None, high: float | None = None, **operands: object) -> str | None:
     """A guard: matrices of tokens, and symmetric limits."""
     wrong = [
         f"`{name}` of {tensor.dim()} dimensions"
-        for name, tensor in given.items()
+        for name, tensor in operands.items()
         if isinstance(tensor, Tensor) and tensor.dim() != (3 if name in ("w13", "w2") else 2)
     ]
     if high is not None and low != -high:
