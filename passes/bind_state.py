@@ -57,7 +57,7 @@ def bind_state(gm: GraphModule, context: Context) -> Outcome:
     layers = sorted(set(writers))
     fired: list[Fired] = []
     for site, writer in zip(sites, writers, strict=True):
-        token = _token(fired[writer].made) if writer < len(fired) else None
+        token = _token(fired[writer].new_nodes) if writer < len(fired) else None
         fired.append(_bound(site, layers.index(writer), inputs, token))
     return Outcome(fired=fired, state=[sites[writer].spec for writer in layers])
 
@@ -220,7 +220,7 @@ class RuntimeInputs:
         mode = fake_mode_of(graph)
         assert mode is not None
         self.graph, self.mode = graph, mode
-        self.made: dict[GraphInput, Node] = {}
+        self.nodes: dict[GraphInput, Node] = {}
         self.sequences, self.block_size = new_unbacked_size(mode), new_unbacked_size(mode)
         # The first size of the state: blocks by group; slots of sequences under None.
         self.rows: dict[int | None, torch.SymInt] = {}
@@ -263,11 +263,11 @@ class RuntimeInputs:
         return tensors | {role: self._get(StateInput(layer, role), one) for role in spec.scales}
 
     def _get(self, runtime_input: GraphInput, make: Callable[[], Tensor]) -> Node:
-        if runtime_input not in self.made:
+        if runtime_input not in self.nodes:
             with self.device:
                 record = NodeRecord(input=runtime_input)
-                self.made[runtime_input] = add_input(self.graph, runtime_input.name, record, make)
-        return self.made[runtime_input]
+                self.nodes[runtime_input] = add_input(self.graph, runtime_input.name, record, make)
+        return self.nodes[runtime_input]
 
 
 def _row_major(sizes: Sequence[Size], dtype: torch.dtype) -> Tensor:

@@ -191,7 +191,7 @@ def _package_files(folder: str) -> tuple[str, ...]:
     """The files below a folder of the package; "": all that influence compilation except
     kernels.
     """
-    found = []
+    files = []
     waiting = [PACKAGE / folder]
     while waiting:
         for path in waiting.pop().iterdir():
@@ -201,8 +201,8 @@ def _package_files(folder: str) -> tuple[str, ...]:
             if path.is_dir():
                 waiting.append(path)
             elif path.suffix == ".py":
-                found.append(name)
-    return tuple(sorted(found))
+                files.append(name)
+    return tuple(sorted(files))
 
 
 def source_of(function: Callable[..., Any]) -> str:

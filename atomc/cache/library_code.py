@@ -90,12 +90,12 @@ def is_library_file(file: str) -> bool:
 class LibraryCode:
     """Collects reached code.
 
-    known   the text of a function of atomc, torch or the standard library and what it is called in
+    text_of  the text of a function of atomc, torch or the standard library and what it is called in
             errors. Raises Uncacheable for other functions.
     """
 
-    def __init__(self, known: Callable[[types.FunctionType, str], str]):
-        self._known = known
+    def __init__(self, text_of: Callable[[types.FunctionType, str], str]):
+        self._text_of = text_of
         self._functions: dict[types.FunctionType, None] = {}
         self._namespaces: dict[str, Mapping[str, Any]] = {}
         self._classes: dict[str, type] = {}
@@ -137,15 +137,15 @@ class LibraryCode:
 
     def _follow(self, function: types.FunctionType) -> None:
         """Read the globals that a function names, and the modules that it imports."""
-        found, home = function.__globals__, function.__globals__["__name__"]
+        namespace, home = function.__globals__, function.__globals__["__name__"]
         self._lines.setdefault(home, {})
         names = _names_in(function.__code__)
         self._names |= names
         for name in names:
-            if name in found:
-                self._line(home, name, found[name])
+            if name in namespace:
+                self._line(home, name, namespace[name])
                 continue
-            for module in _imported(name, found.get("__package__") or ""):
+            for module in _imported(name, namespace.get("__package__") or ""):
                 self._namespaces[module] = vars(sys.modules[module])
 
     def _read(self, where: str, namespace: Mapping[str, Any]) -> None:
@@ -231,7 +231,7 @@ class LibraryCode:
         code = function.__code__
         followed = is_library_file(code.co_filename)
         if not followed and not hasattr(function, "__wrapped__"):
-            return self._known(function, where)
+            return self._text_of(function, where)
         text = f"{function.__globals__['__name__']}.{code.co_qualname}:{code.co_firstlineno}"
         if code.co_filename == _MADE:
             text += f" {digest(repr(_instructions(code)))}"

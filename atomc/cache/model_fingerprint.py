@@ -366,10 +366,10 @@ def _found_by_name(item: Any) -> bool:
     time.
     """
     with contextlib.suppress(AttributeError):
-        found = sys.modules.get(item.__module__)
+        module = sys.modules.get(item.__module__)
         return (
-            getattr(found, item.__name__, None) is item
-            or operator.attrgetter(item.__qualname__)(found) is item
+            getattr(module, item.__name__, None) is item
+            or operator.attrgetter(item.__qualname__)(module) is item
         )
     return False
 

@@ -319,11 +319,11 @@ def _writes(trial: Tracer) -> bool:
     )
 
 
-def _expression(node: Node, known: dict[str, int]) -> int:
+def _expression(node: Node, sizes: dict[str, int]) -> int:
     """A number that is equal for nodes that compute the same from the same inputs."""
     if node.op == "placeholder":
-        return known.setdefault(node.name, len(known))
+        return sizes.setdefault(node.name, len(sizes))
     if isinstance(size := node.meta.get("val"), torch.SymInt):
-        return known.setdefault(f"size {expression(size)}", len(known))
-    args, kwargs = map_arg((node.args, node.kwargs), lambda x: f"%{_expression(x, known)}")
-    return known.setdefault(f"{node.target} {args} {kwargs}", len(known))
+        return sizes.setdefault(f"size {expression(size)}", len(sizes))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: f"%{_expression(x, sizes)}")
+    return sizes.setdefault(f"{node.target} {args} {kwargs}", len(sizes))

@@ -26,10 +26,10 @@ def structural_key(item: Argument | Value, numbers: Mapping[Node, int]) -> Hasha
     if isinstance(item, slice):
         return "slice", structural_key((item.start, item.stop, item.step), numbers)
     if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
-        known = (
+        is_specialized = (
             isinstance(item, torch.SymInt) and item.node.expr.is_number
         )  # a guard of a later layer specialized it
-        return (int, int(item.node.expr)) if known else ("symbol", item.node.expr)
+        return (int, int(item.node.expr)) if is_specialized else ("symbol", item.node.expr)
     if isinstance(item, Tensor):
         layout = structural_key((*item.shape, *item.stride()), numbers)
         return type(item), item.dtype, item.device, item.requires_grad, item.dim(), layout

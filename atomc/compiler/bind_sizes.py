@@ -47,8 +47,8 @@ def _is_computed(node: Node) -> bool:
     )
 
 
-def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
-    """Add inputs to a piece, which `call` calls in the graph `whole`, for sizes that only appear in
+def bind_sizes(split: GraphModule, piece: GraphModule, call: Node) -> None:
+    """Add inputs to a piece, which `call` calls in the graph `split`, for sizes that only appear in
     expressions, such as T in an input [2 * T, H]: Inductor reads each size from an input that has
     it. An input is a tensor, because tracing gives a size without a hint another name.
     """
@@ -59,7 +59,7 @@ def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
     if not missing:
         return
     for symbol in sorted(missing, key=str):
-        source = _source(whole, symbol)
+        source = _source(split, symbol)
         if source is None:  # then Inductor says what it lacks
             continue
         with piece.graph.inserting_after(inputs[-1]):
@@ -68,12 +68,12 @@ def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
         inputs.append(added)
         call.args = (*call.args, source)
     piece.recompile()
-    whole.recompile()
+    split.recompile()
 
 
-def _source(whole: GraphModule, symbol: sympy.Symbol) -> Node | None:
+def _source(split: GraphModule, symbol: sympy.Symbol) -> Node | None:
     """An input of the graph that has this size."""
-    inputs: list[Node] = list(whole.graph.find_nodes(op="placeholder"))
+    inputs: list[Node] = list(split.graph.find_nodes(op="placeholder"))
     return next(
         (node for node in inputs if any(size.node.expr == symbol for size in _sizes(node))), None
     )

@@ -103,10 +103,10 @@ def _lift(dynamo: GraphModule, context: Context, report: Report) -> None:
     """Lift composite calls of Dynamo's graph, in place. A region is lifted once and reported for
     each of its calls.
     """
-    chosen = context.options.passes.get(pipeline.LIFT, True)
-    if chosen is False:
+    switch = context.options.passes.get(pipeline.LIFT, True)
+    if switch is False:
         return
-    if chosen is not True:
+    if switch is not True:
         inline(dynamo)  # modules that are lifted differently cannot share a region
     with timed(report, "lift"):
         pipeline.run(dynamo, [passes.LIFT], context, report, structured_trace.observers())

@@ -458,7 +458,7 @@ def record(
     report.stages.append(Stage(p.name, len(fired), text, before))
     log.debug("pass %s changed %d sites", p.name, len(fired))
     for f in fired:
-        for node in f.made:
+        for node in f.new_nodes:
             site = (f.name, module_path(f.node))
             set_record(node, replace(record_of(node), site=site))
     if p.cleanup:

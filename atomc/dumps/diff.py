@@ -207,14 +207,14 @@ def _lines(
 class _WithoutNames(ast.NodeTransformer):
     """Replaces results of earlier lines by _, and constants by their values."""
 
-    def __init__(self, known: Mapping[str, int | str], constants: Mapping[str, ast.expr]):
-        self.known, self.constants = known, constants
+    def __init__(self, values: Mapping[str, int | str], constants: Mapping[str, ast.expr]):
+        self.values, self.constants = values, constants
         self.read: list[int | str] = []
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id not in self.known:
+        if node.id not in self.values:
             return node
-        self.read.append(self.known[node.id])
+        self.read.append(self.values[node.id])
         return ast.Name("_")
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:

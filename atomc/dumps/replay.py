@@ -114,23 +114,25 @@ def make(
     """The inputs by name, recorded ones as copies; values that are not recipes are used as they
     are.
     """
-    made: dict[str, Argument] = {}
-    for name, given in recipes.items():
+    values: dict[str, Argument] = {}
+    for name, recipe in recipes.items():
         if recorded is not None and name in recorded:
             value = recorded[name]
-            made[name] = value.clone() if isinstance(value, Tensor) else value
+            values[name] = value.clone() if isinstance(value, Tensor) else value
             continue
-        match given:
+        match recipe:
             case Input():
-                made[name] = given.make(name)
+                values[name] = recipe.make(name)
             case Packed():
-                tensors = [part for each in given.names if isinstance(part := made[each], Tensor)]
-                made[name] = concatenated(tensors, given.zero_rows)
+                tensors = [
+                    part for each in recipe.names if isinstance(part := values[each], Tensor)
+                ]
+                values[name] = concatenated(tensors, recipe.zero_rows)
             case Prepared():
-                made[name] = given.make(made)
+                values[name] = recipe.make(values)
             case _:
-                made[name] = given
-    return made
+                values[name] = recipe
+    return values
 
 
 def run(forward: types.FunctionType, inputs: Mapping[str, Recipe]) -> None:

@@ -41,13 +41,13 @@ _tracing = threading.Lock()
 class Case:
     """One of the patterns of a rewrite: a style, or the presence of an optional operand.
 
-    variant  its name among the rewrite's cases
-    given    the arguments of the rewrite's `example` for it
-    needs    as Rewrite.needs, for this case
+    variant    its name among the rewrite's cases
+    arguments  those of the rewrite's `example` for it
+    needs      as Rewrite.needs, for this case
     """
 
     variant: str = ""
-    given: Mapping[str, ExampleValue] = field(default_factory=dict)
+    arguments: Mapping[str, ExampleValue] = field(default_factory=dict)
     needs: Needs = field(default_factory=dict)
 
 
@@ -124,7 +124,7 @@ class Rewrite:
             if case not in self.patterns:
                 self.patterns[case] = Pattern(
                     self.pattern,
-                    self.example(**case.given),
+                    self.example(**case.arguments),
                     sees_through=self.sees_through,
                     read_together=self.read_together,
                     needed=self.needed(case),
@@ -196,18 +196,18 @@ def _has(node: Node, attrs: Mapping[str, ExampleValue]) -> bool:
 class Fired:
     """One place where a rewrite was applied.
 
-    node      the replaced node (the first output of the pattern), which keeps its metadata
-    attrs     the attributes of the site, captured ones included
-    nodes     all nodes that were replaced
-    made      the new nodes
-    consumed  the ops that were replaced
+    node       the replaced node (the first output of the pattern), which keeps its metadata
+    attrs      the attributes of the site, captured ones included
+    nodes      all nodes that were replaced
+    new_nodes  those in their place, in graph order
+    consumed   the ops that were replaced
     """
 
     name: str
     node: Node
     attrs: Attrs = field(default_factory=dict)
     nodes: set[Node] = field(default_factory=set)
-    made: list[Node] = field(default_factory=list)
+    new_nodes: list[Node] = field(default_factory=list)
     consumed: tuple[str, ...] = ()
 
 

@@ -77,9 +77,9 @@ def _scaled_example() -> Example:
 
 OTHER_GATES = [
     unsupported(
-        "silu_and_mul", variant, pattern, example, needs, f"{found}, for which no op exists"
+        "silu_and_mul", variant, pattern, example, needs, f"{resembles}, for which no op exists"
     )
-    for variant, pattern, example, needs, found in (
+    for variant, pattern, example, needs, resembles in (
         ("relu", _reglu, _example, ["aten::relu"], "relu"),
         ("relu squared", _squared_reglu, _example, ["aten::relu"], "a squared relu"),
         ("glu", F.glu, lambda: {"input": tensor_example(3, 10)}, ["aten::glu"], "glu"),

@@ -152,7 +152,7 @@ def _masked_example(heads_first: bool) -> Example:
         "weight": tensor_example(259, 22),
         "mask": tensor_example(6, 9, dtype=OneOf(torch.bool, *FLOATS)),
     }
-    return {name: given for name, given in example.items() if name not in ("kv", "chosen")}
+    return {name: value for name, value in example.items() if name not in ("kv", "chosen")}
 
 
 def guard(q_rope: Tensor, heads_first: bool, **_: object) -> str | None:

@@ -316,7 +316,7 @@ def test_new_nodes_know_where_they_come_from():
 
     graph = functional_graph(function, X, Y, W)
     [fired], _ = apply(graph, Rewrite("again", scaled, replaced, example), Index(graph))
-    for node in fired.made:
+    for node in fired.new_nodes:
         assert record_of(node).made_by == "again" and "test_match.py" in node.meta["stack_trace"]
         assert record_of(node).origins == {"exp", "mul", "add"} and node.meta["val"].shape == (3, 8)
 

@@ -6,7 +6,7 @@ FILE = "atomc/cache/library_code.py"
 CODE = "tests/cache/test_library_code.py -k"
 STOCK = "tests/cache/test_model_cache_stock.py -k"
 BUGS = [
-    Bug(FILE, "            for module in _imported(name, found", "            for module in () and _imported(name, found", f"{CODE} imports_when_it_runs"),
+    Bug(FILE, "            for module in _imported(name, namespace", "            for module in () and _imported(name, found", f"{CODE} imports_when_it_runs"),
     Bug(FILE, "if isinstance(constant, str):", "if False:", f"{CODE} getattr_names"),
     Bug(FILE, "            names |= _names_in(constant)", "            pass", f"{CODE} another_global"),
     Bug(FILE, 'closed = [f"{name}={self.text(cell.cell_contents, where)}"', 'closed = [f"{name}"', f"{CODE} closes_over"),
