@@ -1,7 +1,8 @@
-"""One-line bugs, each of which must turn a test red: `make test-mutations`.
+"""Bugs that must turn a test red: `make test-mutations`.
 
-A module of this package has a list BUGS. run.py applies one bug after the other to a copy of the
-tree, and runs the tests that are to notice it.
+By hand, each of them proof that a test looks: the modules with a list BUGS, for the kernels over
+AITER and for the scheduler. All others are generated (generate.py) from the functions that
+targets.py names. run.py applies one after the other to a copy of the tree.
 """
 
 import importlib
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
+OTHERS = {"generate", "run", "targets"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class Bug:
     new: str
     tests: str
 
+    def applied_to(self, text: str) -> str:
+        return text.replace(self.old, self.new)
+
     def __str__(self) -> str:
         """The file and its new text, in one line."""
         old, new = " ".join(self.old.split()), " ".join(self.new.split())
@@ -30,7 +35,7 @@ class Bug:
 
 
 def all_bugs() -> list[Bug]:
-    """The bugs of all modules, in the order of their names."""
-    names = sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name != "run")
+    """The bugs by hand of all modules, in the order of their names."""
+    names = sorted({module.name for module in pkgutil.iter_modules(__path__)} - OTHERS)
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return [bug for module in modules for bug in module.BUGS]

@@ -3,9 +3,10 @@
     python tests/repo/mutations/run.py           # all
     python tests/repo/mutations/run.py lora      # those with this word in their file, text or tests
 
-As many at once as there are cores, each in a process forked from one that has imported torch. Exits
-with 1 if a bug is not noticed, if its tests cannot be run or do not end, or if they fail without a
-bug.
+Each bug by hand must be caught. Of the mutants of a file (targets.py), a share: its floor. As many
+run at once as there are cores, each in a process forked from one that has imported torch. Exits with
+1 if a bug is not noticed or a file is below its floor, if tests cannot be run, or if they fail
+without a bug.
 """
 
 import argparse
@@ -20,64 +21,140 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from mutations import Bug
+    from mutations.generate import Mutant
+    from mutations.targets import Target
 
 ROOT = Path(__file__).parents[3]
 LEFT_OUT = (".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", "build")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ATOMC_CACHE": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 # pytest's exit codes, and that of a process that an alarm ended.
-PASSED, FAILED, TIMED_OUT = 0, 1, -signal.SIGALRM
-SECONDS = 600
-OUTCOMES = {PASSED: "NOT NOTICED", FAILED: "caught", TIMED_OUT: f"RUNS {SECONDS} s"}
+PASSED, FAILED, NO_TESTS, TIMED_OUT = 0, 1, 5, -signal.SIGALRM
+HEALTHY_SECONDS = 600
+OUTCOMES = {PASSED: "NOT NOTICED", FAILED: "caught", TIMED_OUT: "RUNS ON"}
+PER_TARGET = 4
 WIDTH = 40
 
 
-def asked() -> str:
-    """The word of the command line."""
+class Trial(NamedTuple):
+    """A change, the tests that are to notice it, and the row of the table that it is from."""
+
+    change: "Bug | Mutant"
+    tests: str
+    target: "Target | None" = None
+
+    def outcome(self, code: int, log: str) -> str:
+        """A bug by hand breaks no import and no loop: a mutant may, and is noticed too."""
+        if self.target and code not in (PASSED, NO_TESTS):
+            return "caught"
+        return OUTCOMES.get(code, f"BROKEN\n{log}")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("word", nargs="?", default="", help="selects by file, text or tests")
+    parser.add_argument("--seed", type=int, default=0, help="draws the mutants (0)")
     parser.add_argument(
-        "word", nargs="?", default="", help="selects bugs by their file, text or tests"
+        "--per-target", type=int, default=PER_TARGET, help=f"mutants of each row ({PER_TARGET})"
     )
-    return str(parser.parse_args().word)
+    return parser.parse_args()
 
 
-def main(word: str = "") -> int:
+def trials(word: str, seed: int, per_target: int) -> list[Trial]:
+    """The bugs by hand, and the mutants of each row that are not known to survive."""
+    from mutations import all_bugs
+    from mutations.generate import mutants, sample
+    from mutations.targets import SURVIVORS, targets
+
+    by_hand = [
+        Trial(bug, bug.tests) for bug in all_bugs() if word in f"{bug.file} {bug.old} {bug.tests}"
+    ]
+    generated = []
+    for target in targets():
+        if word in f"{target.file} {target.tests}":
+            text = (ROOT / target.file).read_text()
+            all_mutants = mutants(target.file, text, target.functions)
+            counted = [mutant for mutant in all_mutants if str(mutant) not in SURVIVORS]
+            generated += [
+                Trial(mutant, target.tests, target)
+                for mutant in sample(counted, text, per_target, seed)
+            ]
+    return by_hand + generated
+
+
+def main(word: str = "", seed: int = 0, per_target: int = PER_TARGET) -> int:
     os.environ.update(ENVIRONMENT)
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(ROOT / "tests/repo"))
-    from mutations import all_bugs
-
-    bugs = [bug for bug in all_bugs() if word in f"{bug.file} {bug.old} {bug.tests}"]
-    if not bugs:
+    selected = trials(word, seed, per_target)
+    if not selected:
         sys.exit(f"no bug has {word!r} in its file, its text or its tests")
     began = time.perf_counter()
+    outcomes = _outcomes(selected)
+    minutes = (time.perf_counter() - began) / 60
+    by_hand = [outcomes[trial] for trial in selected if not trial.target]
+    caught = by_hand.count("caught")
+    low = _show_shares(outcomes)
+    print(
+        f"{caught} of {len(by_hand)} bugs caught, {low} rows below their floor, --seed {seed}, {minutes:.1f} minutes"
+    )
+    return int(caught < len(by_hand) or low > 0)
+
+
+def _outcomes(selected: list[Trial]) -> dict[Trial, str]:
+    """What became of each, printed as it ends."""
     _import_what_no_bug_is_in()
-    outcomes = []
+    outcomes = {}
     with (
         tempfile.TemporaryDirectory(prefix="mutations-") as folder,
         ProcessPoolExecutor(
             mp_context=multiprocessing.get_context("fork"), initializer=_copy, initargs=(folder,)
         ) as workers,
     ):
-        healthy = {
-            tests: workers.submit(_run, tests) for tests in dict.fromkeys(b.tests for b in bugs)
-        }
-        changed = {workers.submit(_run, bug.tests, bug.file, bug.old, bug.new): bug for bug in bugs}
-        _show(0, len(bugs))
+        all_tests = dict.fromkeys(trial.tests for trial in selected)
+        runs = {tests: workers.submit(_run, tests, HEALTHY_SECONDS) for tests in all_tests}
+        healthy = {tests: run.result() for tests, run in runs.items()}
+        changed = {}
+        for trial in selected:
+            code, log, seconds = healthy[trial.tests]
+            if code != PASSED:
+                outcomes[trial] = f"FAILS WITHOUT A BUG\n{log}"
+                print(f"{outcomes[trial]}  {trial.tests}", flush=True)
+            else:
+                limit = 60 + int(5 * seconds)
+                file = trial.change.file
+                text = trial.change.applied_to((ROOT / file).read_text())
+                changed[workers.submit(_run, trial.tests, limit, file, text)] = trial
         for run in as_completed(changed):
+            trial = changed[run]
             code, log, seconds = run.result()
-            outcome = OUTCOMES.get(code, f"BROKEN\n{log}")
-            code, log, _ = healthy[changed[run].tests].result()
-            outcomes.append(outcome if code == PASSED else f"FAILS WITHOUT A BUG\n{log}")
+            outcomes[trial] = trial.outcome(code, log)
             _show_nothing()
-            print(f"{outcomes[-1]:12} {seconds:5.1f} s  {changed[run]}", flush=True)
-            _show(len(outcomes), len(bugs))
-    caught = outcomes.count("caught")
-    minutes = (time.perf_counter() - began) / 60
+            print(f"{outcomes[trial]:12} {seconds:5.1f} s  {trial.change}", flush=True)
+            _show(len(outcomes), len(selected))
     _show_nothing()
-    print(f"{caught} of {len(bugs)} bugs caught in {minutes:.1f} minutes")
-    return int(caught < len(bugs))
+    return outcomes
+
+
+def _show_shares(outcomes: dict[Trial, str]) -> int:
+    """Print how many mutants of each row were caught; the number of rows below their floor."""
+    by_target: dict[Target, list[str]] = {}
+    for trial, outcome in outcomes.items():
+        if trial.target:
+            by_target.setdefault(trial.target, []).append(outcome)
+    low = 0
+    for target, results in by_target.items():
+        caught = results.count("caught")
+        below = caught < target.floor * len(results)
+        low += below
+        print(f"{caught} of {len(results)}{' BELOW THE FLOOR' if below else ''}  {target}")
+    return low
 
 
 def _import_what_no_bug_is_in() -> None:
@@ -91,7 +168,7 @@ def _import_what_no_bug_is_in() -> None:
     import torch._inductor.compile_fx
 
     assert pytest and torch._inductor.compile_fx
-    sys.path[:] = [path for path in sys.path if not path.startswith(str(ROOT / "tests"))]
+    sys.path[:] = [path for path in sys.path if not path.startswith(str(ROOT / "tests/repo"))]
     for name in [name for name in sys.modules if name.partition(".")[0] == "mutations"]:
         del sys.modules[name]
 
@@ -103,20 +180,20 @@ def _copy(folder: str) -> None:
     os.chdir(tree)
 
 
-def _run(tests: str, file: str = "", old: str = "", new: str = "") -> tuple[int, str, float]:
-    """pytest's exit code, the end of what it printed, and its seconds, with a text replaced."""
+def _run(tests: str, limit: int, file: str = "", changed: str = "") -> tuple[int, str, float]:
+    """pytest's exit code, the end of what it printed, and its seconds, with a text in a file."""
     start = time.perf_counter()
     text = Path(file).read_text() if file else ""
     if file:
-        Path(file).write_text(text.replace(old, new))
+        Path(file).write_text(changed)
     try:
-        return *_tests(Path.cwd(), tests), time.perf_counter() - start
+        return *_tests(Path.cwd(), tests, limit), time.perf_counter() - start
     finally:
         if file:
             Path(file).write_text(text)
 
 
-def _tests(tree: Path, tests: str) -> tuple[int, str]:
+def _tests(tree: Path, tests: str, limit: int) -> tuple[int, str]:
     """The exit code of pytest in a copy of the tree, and the end of what it printed."""
     with tempfile.TemporaryFile("w+") as log:
         child = os.fork()
@@ -126,10 +203,11 @@ def _tests(tree: Path, tests: str) -> tuple[int, str]:
             sys.path.insert(0, str(tree))
             os.environ["PYTHONPATH"] = str(tree)
             os.setsid()
-            signal.alarm(SECONDS)
+            signal.alarm(limit)
             import pytest
 
-            code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)])
+            options = ["-q", "-x", "-p", "no:cacheprovider", "--grid-seed", "0"]
+            code = pytest.main([*options, *shlex.split(tests)])
             sys.stdout.flush()
             os._exit(int(code))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -149,4 +227,4 @@ def _show_nothing() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(asked()))
+    sys.exit(main(**vars(arguments())))
