@@ -22,6 +22,7 @@ os.environ.update(gpu_of_worker())
 import pytest
 import shared_objects
 import torch
+from covering import cases_left_out
 from serving import COMPILED, KEY, serving
 
 from atomc import kernels
@@ -60,7 +61,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--grid-seed",
         type=int,
-        help="draws the cells of tests/_support/kernel_grid.py that run beside the fixed ones",
+        help="draws the cases of kernel_grid.py and covering.py that run beside the fixed ones",
     )
     parser.addoption(
         "--third",
@@ -82,10 +83,13 @@ def pytest_configure_node(node):
 
 
 def pytest_report_header(config):
-    return f"kernels' grid: --grid-seed {config.option.grid_seed}"
+    return f"drawn cases: --grid-seed {config.option.grid_seed}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
 def pytest_collection_modifyitems(config, items):
+    for item in cases_left_out(items, config.option.grid_seed):
+        item.add_marker(pytest.mark.slow)
     third = config.option.third
     if third is not None:  # of each file, so that no subject is left out
         left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % 3 != third]

@@ -235,6 +235,7 @@ def test_logits_in_fp32_through_inductor_are_those_of_transformers(
     assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make", ["stock", "ours"])
 def test_logits_over_the_paged_cache_in_fp32_are_those_of_transformers(
     checkpoint: Path, ids: Tensor, make: str
@@ -262,6 +263,7 @@ def assert_as_good_as_transformers_in_bf16(ours: Tensor, theirs: Tensor, truth: 
     assert torch.equal(ours.argmax(-1)[clear], truth.argmax(-1)[clear])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("compiled", [by_backend_stock, by_backend_ours])
 @through_both
 def test_compiled_logits_in_bf16_are_as_good_as_those_of_transformers(

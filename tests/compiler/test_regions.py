@@ -178,6 +178,7 @@ def same_sites(a: atomc.Report, b: atomc.Report) -> None:
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "gemma3_text"])
 def test_a_prepared_stock_model_computes_what_an_unprepared_one_does_from_one_layer(
     model_type: str,

@@ -123,6 +123,7 @@ def test_three_stock_models_in_one_process_generate_what_each_does_alone_also_af
             assert generated(model, 6) == expected, name
 
 
+@pytest.mark.slow  # models of our own, more than Dynamo recompiles for, run per change
 def test_ten_models_in_one_process_are_all_compiled() -> None:
     for i in range(10):
         model = stock(

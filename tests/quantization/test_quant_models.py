@@ -235,6 +235,7 @@ def shown(report: Any, scheme: str) -> int:
     return int(report.matches[op or ("linear_mxfp4" if "mxfp4" in scheme else "scaled_linear_fp8")])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8", "int4", "mxfp4"])
 def test_a_stock_model_of_the_users_runs_quantized_eager_and_compiled(scheme: str) -> None:
     model = own_stock_model()
@@ -382,6 +383,7 @@ def demo(scheme: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") 
     return load(PATH, quantization=scheme, dtype=dtype, device=device, progress=False)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("scheme", "limit"),
     [("fp8", 0.01), ("fp8_per_token", 0.01), ("fp8_block", 0.01), ("int8", 0.02)],
@@ -390,6 +392,7 @@ def test_eight_bits_predict_as_well_as_sixteen(scheme: str, limit: float) -> Non
     assert perplexity(demo(scheme)) == pytest.approx(RECORDED["slice"]["bfloat16"], rel=limit)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scheme", ["int4", "mxfp4_a16", "nvfp4_a16", "mxfp4"])
 def test_four_bits_predict_as_their_reference_in_fp32(scheme: str) -> None:
     model = demo(scheme)

@@ -132,6 +132,7 @@ def test_no_bug_is_listed_twice() -> None:
         ("raise ValueError('of 3', a < b)", []),
         ("log.info('%s', a + b)", []),
         ("assert a < b", []),
+        ("return zip(*a, strict=True)", []),
         ("'''From 1 to 3.'''", []),
         ("return f'{a + 1}'", []),
     ],

@@ -294,6 +294,7 @@ def alone(plain):
     return equality.Alone(plain)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("number", range(len(ENGINES)))
 def test_what_a_request_gets_is_what_it_gets_alone_without_drafts(checkpoint, alone, number):
     wrong, stats = differing(checkpoint, number, [number], alone)

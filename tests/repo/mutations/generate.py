@@ -39,6 +39,7 @@ COMPUTED = {
 JOINED = {ast.And: ("and", "or"), ast.Or: ("or", "and")}
 OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LOGS = {"log", "logger", "logging", "warnings"}
+WITHOUT_EFFECT = {"strict", "encoding", "stacklevel"}  # of zip, of ASCII files, of warnings
 UNCHANGED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Global)
 LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
@@ -129,7 +130,7 @@ class _Generator:
 
     def _changes(self, node: ast.AST) -> Iterator[tuple[int, int, str]]:
         """Of a node and all below it: from where to where which text stands instead."""
-        if isinstance(node, UNCHANGED) or _is_log_or_text(node):
+        if isinstance(node, UNCHANGED) or _has_no_effect(node):
             return
         start, end = self._span(node)
         yield from ((start, end, new) for new in self._replacements(node))
@@ -185,7 +186,7 @@ class _Generator:
         if isinstance(node, ast.Call):
             before = [*node.args, *(word.value for word in node.keywords)]
             for previous, word in zip(before[len(node.args) - 1 :], node.keywords, strict=False):
-                if node.args and word.arg:
+                if node.args and word.arg and word.arg not in WITHOUT_EFFECT:
                     yield self._span(previous)[1], self._span(word)[1], ""
 
     def _between(
@@ -228,9 +229,11 @@ def _starred(*nodes: ast.AST) -> bool:
     return any(isinstance(node, ast.Starred) for node in nodes)
 
 
-def _is_log_or_text(node: ast.AST) -> bool:
-    """A docstring, or a line for the log."""
+def _has_no_effect(node: ast.AST) -> bool:
+    """A docstring, a line for the log, or a keyword that tests cannot see."""
     match node:
+        case ast.keyword(arg=name):
+            return name in WITHOUT_EFFECT
         case ast.Expr(value=ast.Constant()):
             return True
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):

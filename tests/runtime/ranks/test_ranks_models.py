@@ -189,7 +189,6 @@ ROWS = {
     ),
 }
 PER_CHANGE = {
-    "experts by expert",
     "recurrent state, dense",
     "own requests, tokens sent to their experts",
 }

@@ -1,0 +1,65 @@
+"""The cases of a marked test that run per change cover its values, and a seed draws one more."""
+
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+from covering import cases_left_out, covering_cases
+
+
+def indices(*numbers: int) -> list[dict[str, int]]:
+    """Of each case of a product: the number of the value of each parameter."""
+    names = "abcd"
+    return [
+        dict(zip(names, values, strict=False)) for values in product(*(range(n) for n in numbers))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cases"), [((4,), 1), ((4, 3), 4), ((1, 4), 1), ((2, 2, 2), 4), ((3, 3, 3), 10)]
+)
+def test_fixed_cases_cover_values_and_pairs_of_three(numbers: tuple[int, ...], cases: int) -> None:
+    all_cases = indices(*numbers)
+    fixed = [all_cases[turn] for turn in covering_cases(all_cases)]
+    assert len(fixed) == cases
+    if len(numbers) == 2 and min(numbers) > 1:
+        assert all({case[n] for case in fixed} == {c[n] for c in all_cases} for n in all_cases[0])
+    if len(numbers) > 2:
+        pairs = set(product(range(numbers[0]), range(numbers[1])))
+        assert {(case["a"], case["b"]) for case in fixed} == pairs
+
+
+def test_parameters_that_change_together_are_one() -> None:
+    assert covering_cases([{"scheme": n, "limit": n, "same": 0} for n in range(3)]) == {0}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("case", range(6))
+def test_a_marked_case(case: int) -> None:
+    assert case in range(6)
+
+
+def test_the_first_case_runs_and_one_that_the_seed_draws(request: pytest.FixtureRequest) -> None:
+    here = [item for item in request.session.items if item.path == request.path]
+    cases = [item for item in here if item.name.startswith("test_a_marked_case")]
+    if request.config.option.keyword or request.config.option.markexpr != "not slow":
+        pytest.skip("a part of the tests is selected, or all of them")
+    assert len(cases) == 2 and cases[0].name == "test_a_marked_case[0]"
+
+
+def test_other_seeds_draw_other_cases(request: pytest.FixtureRequest) -> None:
+    def case(number: int) -> pytest.Item:
+        function = request.node
+        item = pytest.Function.from_parent(
+            function.parent, name=f"case[{number}]", callobj=lambda: None
+        )
+        item.callspec = SimpleNamespace(indices={"case": number})
+        item.add_marker(pytest.mark.covering)
+        return item
+
+    cases = [case(number) for number in range(6)]
+    left_out = [cases_left_out(cases, seed) for seed in range(20)]
+    assert all(len(others) == 4 and cases[0] not in others for others in left_out)
+    assert len({tuple(item.name for item in others) for others in left_out}) > 2
+    cases[1].add_marker(pytest.mark.slow)  # it is left out already
+    assert all(cases[1] not in cases_left_out(cases, seed) for seed in range(5))
