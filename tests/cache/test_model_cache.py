@@ -681,10 +681,14 @@ def first_layer_of_the_demo(tmp_path):
     return folder
 
 
-def test_a_new_process_generates_without_importing_what_traces(first_layer_of_the_demo, tmp_path):
+@pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_new_process_generates_without_importing_what_traces(
+    first_layer_of_the_demo, tmp_path, at_once
+):
     model, folder = first_layer_of_the_demo, tmp_path / "cache"
-    first, second = (process(model, folder) for _ in range(2))  # at once
-    cold, other = said(first), said(second)
+    started = [process(model, folder) for _ in range(at_once)]
+    cold, *others = map(said, started)
     warm = said(process(model, folder))
-    assert cold["loaded"] and cold["tokens"] == other["tokens"] == warm["tokens"]
+    assert cold["loaded"]
+    assert all(other["tokens"] == cold["tokens"] for other in (*others, warm))
     assert (warm["cache"], warm["phases"], warm["loaded"]) == ("hit", ["cache"], [])

@@ -103,16 +103,13 @@ DEEPSEEK = dict(
 )
 
 
-def test_three_stock_models_in_one_process_generate_what_each_does_alone_also_after_a_refused_one() -> (
-    None
-):
-    for name, differs in (
-        ("Llama", {}),
-        ("Gemma2", GEMMA2),
-        ("DeepseekV3", DEEPSEEK),
-        ("Doge", {}),
-        ("Phi3", PHI3),
-    ):
+@pytest.mark.parametrize("second", ["Gemma2", pytest.param("DeepseekV3", marks=pytest.mark.slow)])
+def test_three_stock_models_in_one_process_generate_what_each_does_alone_also_after_a_refused_one(
+    second: str,
+) -> None:
+    sizes = {"Gemma2": GEMMA2, "DeepseekV3": DEEPSEEK, "Phi3": PHI3}
+    for name in ("Llama", second, "Doge", "Phi3"):
+        differs = sizes.get(name, {})
         model = stock(name, **differs)
         if name == "Doge":
             with pytest.raises(ValueError, match=r"^DogeForCausalLM "):
