@@ -24,6 +24,17 @@ from atomc.ops.rope import ROPE_STYLES, columns_per_angle
 EVERY_CASE = [
     pytest.param(name, case, id=f"{name}-{case}") for name, cases in CASES.items() for case in cases
 ]
+# Per change each case in one dtype, by turns.
+CASES_AND_DTYPES = [
+    pytest.param(
+        *case.values,
+        dtype,
+        id=f"{case.id}-{str(dtype).removeprefix('torch.')}",
+        marks=[pytest.mark.slow] * (turn % 2),
+    )
+    for number, case in enumerate(EVERY_CASE)
+    for turn, dtype in enumerate((torch.float32, torch.bfloat16), start=number)
+]
 FIRST_CASES = [pytest.param(name, next(iter(cases)), id=name) for name, cases in CASES.items()]
 
 
@@ -39,8 +50,7 @@ def test_every_op_has_cases() -> None:
     assert set(CASES) == set(ops.REGISTRY)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "case"), EVERY_CASE)
+@pytest.mark.parametrize(("name", "case", "dtype"), CASES_AND_DTYPES)
 def test_the_schema_tells_what_is_written_and_the_shape_rule_what_comes_out(
     name: str, case: str, dtype: torch.dtype
 ) -> None:
