@@ -31,6 +31,7 @@ from atomc.ops.state import groups_of
 from atomc.program import compile_model
 from atomc.quantization.scheme import ONLINE
 from atomc.runtime.execution.input_batch import StepShape
+from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.runner import Runner
 from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
@@ -108,7 +109,7 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
     batches = args.batches
     most = max(*batches, args.prefill)
     runner = Runner(
-        program,
+        Programs({"text": program}),
         num_blocks=most * blocks,
         block_size=BLOCK,
         max_num_seqs=most,
@@ -127,7 +128,7 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
         print(program.report.to_text(), file=sys.stderr)
     for batch in batches:
         runner.logits(step([args.context + 1] * batch, [1] * batch))
-        captured = runner.graphs.captured[StepShape(batch, batch, batch, blocks)]
+        captured = runner.variants["text"].graphs.captured[StepShape(batch, batch, batch, blocks)]
         if args.profile:
             profile(captured.replay)
         yield {
@@ -138,7 +139,7 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
             "tpot_ms": milliseconds(lambda c=captured: c.replay().argmax(-1), args.steps),
         }
     runner.logits(step([args.context], [args.context]))
-    captured = runner.graphs.captured[prefill]
+    captured = runner.variants["text"].graphs.captured[prefill]
     if args.profile:
         profile(captured.replay)
     yield {
@@ -147,7 +148,7 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
         "graph_bytes": captured.bytes,
         "prefill_ms": milliseconds(lambda: captured.replay().argmax(-1), args.steps),
     }
-    runner.graphs = None
+    runner.variants["text"].graphs = None
     prompt = step([args.context], [args.context])
     yield {
         "what": "atomc prefill without a graph",

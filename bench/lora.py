@@ -32,6 +32,7 @@ from atomc.ops.state import groups_of
 from atomc.program import Program, compile_model
 from atomc.quantization.scheme import ONLINE
 from atomc.runtime.execution.input_batch import StepShape
+from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.runner import Runner
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.scheduling.step import Admission, ScheduledStep
@@ -82,20 +83,19 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     blocks = -(-(args.context + 64) // BLOCK)
     most = max(args.batches)
     runner = Runner(
-        plain,
+        Programs({"adapters": adapted, "text": plain}),
         num_blocks=most * blocks,
         block_size=BLOCK,
         max_num_seqs=most,
         max_num_rows=most,
         max_columns=blocks,
-        lora_program=adapted,
     )
     for caches in runner.caches:
         for cache in caches.values():
             cache.normal_()
     shapes = {batch: StepShape(batch, batch, batch, blocks) for batch in args.batches}
     runner.capture(list(shapes.values()), progress=False)
-    assert runner.graphs is not None and runner.lora_graphs is not None, runner.why_eager
+    assert all(each.graphs for each in runner.variants.values()), runner.why_eager
     rows: dict[str, Callable[[int], int | None]] = {
         "no row": lambda s: None,
         "one adapter": lambda s: 0,
@@ -108,8 +108,8 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if batch == 1 and name == f"{args.adapters} adapters":
                 continue
             runner.logits(with_adapters(step, number))
-            graphs = runner.graphs if name == "without" else runner.lora_graphs
-            captured = graphs.captured[shape]
+            variant = runner.variants["text" if name == "without" else "adapters"]
+            captured = variant.graphs.captured[shape]
             ms = milliseconds(lambda c=captured: c.replay().argmax(-1), args.steps)
             base = base or ms
             if args.profile and name in ("without", "one adapter"):

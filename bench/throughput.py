@@ -52,12 +52,19 @@ def generate(engine: Engine, prompts: list[list[int]], new: int) -> float:
 
 def bare_ms(engine: Engine, batch: int, steps: int) -> float | None:
     """The step of the last batch that ran, replayed. None: on several ranks, or without graphs."""
-    if not isinstance(engine.executor, Worker) or engine.executor.runner.graphs is None:
+    if (
+        not isinstance(engine.executor, Worker)
+        or engine.executor.runner.variants["text"].graphs is None
+    ):
         return None
     shape = next(
-        shape for shape in engine.executor.runner.graphs.captured if shape[:3] == (batch,) * 3
+        shape
+        for shape in engine.executor.runner.variants["text"].graphs.captured
+        if shape[:3] == (batch,) * 3
     )
-    return milliseconds(lambda: engine.executor.runner.graphs(shape).argmax(-1), steps)
+    return milliseconds(
+        lambda: engine.executor.runner.variants["text"].graphs(shape).argmax(-1), steps
+    )
 
 
 def idle_share(engine: Engine, prompts: list[list[int]], steps: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ of the last row of a chunk before a token of an image, which has the embedding o
 S sequences, k draft tokens, D width of the hidden states.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
+from atomc.runtime.execution.graphs import StepGraphs
 from atomc.runtime.execution.images.model import ImageModel
 from atomc.runtime.execution.input_batch import InputBatch, StepShape
 from atomc.runtime.scheduling.state_rows import SPARE_SLOTS
@@ -34,18 +35,22 @@ if TYPE_CHECKING:
 class DraftProgram:
     """A compiled draft model.
 
-    image_program the program of steps with images; None: the model reads none
+    programs      of draft steps after a step of "text", and of "images" if the model reads any
     count         draft tokens per step
     width, dtype  of the hidden states
     specs         its state, with the group numbers of the model
     """
 
-    program: Program
-    image_program: Program | None
+    programs: Mapping[str, Program]
     count: int
     width: int
     dtype: torch.dtype
     specs: Sequence[StateSpec]
+
+    @property
+    def program(self) -> Program:
+        """Of draft steps of text."""
+        return self.programs["text"]
 
 
 def draft_model_of(module: nn.Module) -> "DraftModel":
@@ -79,16 +84,19 @@ def compile_draft(
     width, dtype = draft.hidden_size * len(draft.reads), draft.dtype
     options = replace(options, layout=layout, expert_load=False, expect={})
     takes = ModelInputs(hidden=(width, dtype), mrope=target.takes.mrope)
-    program = compile_model(draft, options, platform, owned=owned, takes=takes)
-    of_images = None
+    inputs = {"text": takes}
     if images is not None:
-        takes = replace(takes, embeddings=(images.width, images.dtype))
-        of_images = compile_model(draft, options, platform, owned=owned, takes=takes)
-    specs = _in_groups_of(program.specs, target.specs)
-    return DraftProgram(program, of_images, count, width, dtype, specs)
+        inputs["images"] = replace(takes, embeddings=images.embeddings)
+    programs = {
+        name: compile_model(draft, options, platform, owned=owned, takes=each)
+        for name, each in inputs.items()
+    }
+    specs = _renumbered(programs["text"].specs, target.specs)
+    return DraftProgram(programs, count, width, dtype, specs)
 
 
-def _in_groups_of(specs: Sequence[StateSpec], target: Sequence[StateSpec]) -> list[StateSpec]:
+def _renumbered(specs: Sequence[StateSpec], target: Sequence[StateSpec]) -> list[StateSpec]:
+    """The state of a draft model with the group numbers of its target."""
     groups = {spec.paging: spec.group for spec in target}
     for spec in specs:
         if spec.paging is None or spec.paging not in groups:
@@ -109,8 +117,9 @@ class DraftRunner:
     def __init__(
         self, draft: DraftProgram, batch: InputBatch, num_blocks: Sequence[int], slots: int
     ) -> None:
-        self.program, self.count, self.batch = draft.program, draft.count, batch
-        self.image_program, self._specs = draft.image_program, draft.specs
+        self.programs, self.program, self.batch = draft.programs, draft.program, batch
+        self.count, self._specs = draft.count, draft.specs
+        self.graphs: StepGraphs | None = None  # of draft steps of text
         self._num_blocks, self._slots = num_blocks, slots + SPARE_SLOTS
         # The number in the target of each group of the draft.
         self._groups = [
@@ -137,9 +146,8 @@ class DraftRunner:
             )
             for spec in self._specs
         ]
-        self.program.bind(self.caches)
-        if self.image_program is not None:
-            self.image_program.bind(self.caches)
+        for program in self.programs.values():
+            program.bind(self.caches)
 
     def keep(self, hidden: Sequence[Tensor]) -> None:
         """Keep the hidden states [rows, D] of a step, for each layer that the draft reads."""
@@ -149,20 +157,19 @@ class DraftRunner:
             self.hidden[: len(states), start : start + width].copy_(states)
             start += width
 
-    def propose(self, shape: StepShape, *, images: bool = False) -> Tensor:
+    def propose(self, shape: StepShape, kind: str = "text") -> Tensor:
         """Draft tokens [S, k] i64 after the step written last, greedily: first for the sequences
         that sample, in order; the others are meaningless. `keep` and, if tokens were sampled,
         InputBatch.keep_samples were called for the step.
 
-        images  the step has tokens of images
+        kind  the variant of the step
         """
-        step, indices = self.batch.draft_step(shape, self.hidden[: shape.rows], images=images)
-        program = self.image_program if images else self.program
-        assert program is not None, "the model reads no images"
+        hidden, program = self.hidden[: shape.rows], self.programs[kind]
+        step, indices = self.batch.draft_step(shape, hidden, images=kind == "images")
         drafts: list[Tensor] = []
         with torch.no_grad():
             while True:
-                logits, hidden = program.outputs(self._in_own_groups(step))
+                logits, hidden = program.outputs(self._regrouped(step))
                 drafts.append(logits.argmax(-1))
                 if len(drafts) == self.count:
                     return torch.stack(drafts, 1)
@@ -170,5 +177,6 @@ class DraftRunner:
                 indices = indices + 1
                 step = self.batch.next_draft_step(shape, drafts[-1], indices, hidden)
 
-    def _in_own_groups(self, step: Step) -> Step:
+    def _regrouped(self, step: Step) -> Step:
+        """The step with the groups of the draft."""
         return step._replace(groups=tuple(step.groups[group] for group in self._groups))

@@ -23,12 +23,12 @@ def rows_of_experts(model: nn.Module) -> ExpertLoad:
     }
 
 
-def of_all_experts(load: ExpertLoad, rows: ExpertLoad) -> dict[str, list[int]]:
+def expert_counts(load: ExpertLoad, rows: ExpertLoad) -> dict[str, list[int]]:
     """What a program counted, by the ids of all experts of each layer. rows: rows_of_experts."""
-    found = {}
+    counts_by_id = {}
     for path, counts in load.items():
         # With hidden states, the model is a submodule of the program's module.
         name = path.removeprefix("module.")
         held = range(len(counts))
-        found[name] = [counts[row] if row in held else 0 for row in rows.get(name, held)]
-    return found
+        counts_by_id[name] = [counts[row] if row in held else 0 for row in rows.get(name, held)]
+    return counts_by_id

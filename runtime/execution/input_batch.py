@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from atomc.ops import GroupStep, Step
+from atomc.ops.inputs import TEXT, ModelInputs
 from atomc.runtime.execution.lora.rows import LoraRows
 from atomc.runtime.execution.rope_positions import RopePositions
 from atomc.runtime.scheduling.step import Chunk, ScheduledStep
@@ -54,13 +55,12 @@ class InputBatch:
     slots   number of slots; None: as many as sequences. One more, the last, is used by padding
             sequences
     drafts  draft tokens that a draft model proposes after each step; 0: there is none
-    mrope   positions are [3, T]: those of the grid for tokens of images
+    takes   what steps have besides tokens and positions
     merge_size   patches of an image in a row and a column for one token
-    embeddings   width and dtype of the embeddings of images; None: the model reads none
-    lora    rows may have LoRA adapters
     host_buffers   one for each step that may be pending, and for the next one
 
-    `embeddings` is written by the caller (ImageEncoder.place), None without images.
+    row_inputs  tensors of one row per token, by the name of their field in Step. The caller writes
+                "embeddings" (ImageEncoder.place) and "hidden" (Pipeline.receive)
     """
 
     def __init__(
@@ -73,22 +73,20 @@ class InputBatch:
         num_groups: int = 1,
         slots: int | None = None,
         drafts: int = 0,
-        mrope: bool = False,
+        takes: ModelInputs = TEXT,
         merge_size: int = 1,
-        embeddings: tuple[int, torch.dtype] | None = None,
-        lora: bool = False,
         host_buffers: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
         self.drafts = drafts
         self.rows, self.sequences, self.columns = rows, sequences, columns
         self.slots = sequences if slots is None else slots
-        self.rope = RopePositions(self.slots, merge_size) if mrope else None
-        self.lora = LoraRows(self.slots) if lora else None
+        self.rope = RopePositions(self.slots, merge_size) if takes.mrope else None
+        self.lora = LoraRows(self.slots) if takes.lora else None
         self.block_size, self.num_groups = block_size, num_groups
         self.device = torch.device(device)
         self.num_updates = 2 * sequences + rows // block_size + 16
-        self._fields = _field_layout(*self._field_sizes(images=embeddings is not None))
+        self._fields = _field_layout(*self._field_sizes(images=takes.embeddings is not None))
         size = max(end for _, _, end in self._fields.values())
         pinned = self.device.type == "cuda"
         self._hosts = [
@@ -101,10 +99,15 @@ class InputBatch:
             name: memory[start:end].view(dtype)
             for name, (dtype, start, end) in self._fields.items()
         }
-        self.embeddings: Tensor | None = None
-        if embeddings is not None:
-            width, dtype = embeddings
-            self.embeddings = torch.zeros(rows, width, dtype=dtype, device=self.device)
+        self.row_inputs: dict[str, Tensor] = {
+            name: self.on_device[name]
+            for name in ("is_image", "lora_rows")
+            if name in self.on_device
+        }
+        for name, values in (("embeddings", takes.embeddings), ("hidden", takes.hidden)):
+            if values is not None:
+                width, dtype = values
+                self.row_inputs[name] = torch.zeros(rows, width, dtype=dtype, device=self.device)
         self.last_tokens = memory[size:].view(torch.int64)
         self._ids = memory[self._fields["tokens"][1] :].view(torch.int64)
         # End of each slot's blocks in tokens.
@@ -152,10 +155,10 @@ class InputBatch:
         _fill(to["logits_rows"], wanted, shape.wanted, 0)
         indices = np.arange(T) + np.repeat(starts - bounds[:-1], counts)
         self._write_positions(chunks, to, rows, indices, bounds)
-        if self.embeddings is not None:
+        if "is_image" in to:
             self._write_image_masks(chunks, to, rows, bounds)
         if self.lora is not None:
-            _fill(to["lora_rows"], np.repeat(self.lora.of_slots(slots), counts), rows, -1)
+            _fill(to["lora_rows"], np.repeat(self.lora.adapters(slots), counts), rows, -1)
         _fill(to["tokens"], self._known_tokens(chunks, T), rows, 0)
         to["sources"][:rows] = np.arange(rows)
         placeholder = np.array([chunk.has_placeholder for chunk in chunks], bool)
@@ -192,15 +195,13 @@ class InputBatch:
             input_ids=self._ids.index_select(0, at["sources"][:rows]),
             positions=at["positions"][:rows]
             if self.rope is None
-            else _in_rows(at["positions"], rows),
+            else _position_rows(at["positions"], rows),
             query_start=at["query_start"][: sequences + 1],
             seq_lens=at["seq_lens"][:sequences],
             logits_rows=at["logits_rows"][:wanted],
             groups=tuple(groups),
             state_slots=slots,
-            embeddings=None if self.embeddings is None else self.embeddings[:rows],
-            is_image=None if self.embeddings is None else at["is_image"][:rows],
-            lora_rows=None if self.lora is None else at["lora_rows"][:rows],
+            **{name: values[:rows] for name, values in self.row_inputs.items()},
         )
 
     def keep_tokens(self, tokens: Tensor, slots: Tensor | None = None) -> None:
@@ -232,8 +233,7 @@ class InputBatch:
         last = first + equal.long().cumprod(-1).sum(-1)
         step = step._replace(input_ids=tokens, logits_rows=last, hidden=hidden)
         if images:
-            assert self.embeddings is not None, "the model reads no images"
-            following = self.embeddings[:rows].roll(-1, 0)
+            following = self.row_inputs["embeddings"][:rows].roll(-1, 0)
             step = step._replace(embeddings=following, is_image=at["next_is_image"][:rows])
         return step, (step.positions if self.rope is None else at["indices"])[last]
 
@@ -314,7 +314,7 @@ class InputBatch:
         if self.rope is None:
             _fill(to["positions"], indices, rows, 0)
             return
-        positions = _in_rows(to["positions"], rows)
+        positions = _position_rows(to["positions"], rows)
         positions[:, : len(indices)] = self.rope.positions(chunks, indices, bounds)
         positions[:, len(indices) :] = 0
         if self.drafts:
@@ -416,7 +416,7 @@ def _fill(to: Array, values: Array, size: int, padding: int) -> None:
     to[len(values) : size] = padding
 
 
-def _in_rows(positions: Rows, rows: int) -> Rows:
+def _position_rows(positions: Rows, rows: int) -> Rows:
     """[3, rows], contiguous, at the beginning of an array with room for more."""
     return positions[: 3 * rows].reshape(3, rows)
 

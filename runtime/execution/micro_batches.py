@@ -12,11 +12,11 @@ PER_STAGE = 4
 LEAST_ROWS = {"cpu": 16, "cuda": 256}
 
 
-def micro_batches(step: ScheduledStep, stages: int, least_rows: int) -> list[ScheduledStep]:
-    """The rows of a step in equal parts, in their order; the step itself if it is small. A chunk
-    may continue in the next part, which reads its keys from the cache.
+def micro_batches(step: ScheduledStep, most: int, least_rows: int) -> list[ScheduledStep]:
+    """The rows of a step in equal parts, `most` at most, in their order; the step itself if it is
+    small. A chunk may continue in the next part, which reads its keys from the cache.
     """
-    count = min(PER_STAGE * stages, step.num_tokens // least_rows)
+    count = min(most, step.num_tokens // least_rows)
     if count <= 1:
         return [step]
     size = -(-step.num_tokens // count)

@@ -12,27 +12,34 @@ from atomc.parallel.process_group import PipelineStage
 from atomc.runtime.execution.micro_batches import LEAST_ROWS, PER_STAGE, micro_batches
 from atomc.runtime.scheduling.step import ScheduledStep
 
+ALL_LAYERS = PipelineStage(0, (0,))
+
 
 class Pipeline:
-    """The place of this process between its neighbors. Nothing waits for a send: a stage computes
-    its next micro-batch meanwhile.
+    """The place of this process between its neighbors; by default, it has all layers. Nothing waits
+    for a send: a stage computes its next micro-batch meanwhile.
 
     width, dtype  of the states
     """
 
     def __init__(
-        self, stage: PipelineStage, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        stage: PipelineStage = ALL_LAYERS,
+        width: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
     ) -> None:
         self.stage = stage
-        self.width, self.dtype, self.device = width, dtype, device
-        self.most_micro_batches = PER_STAGE * len(stage.ranks)
+        self.width, self.dtype, self.device = width, dtype, device or torch.device("cpu")
+        stages = len(stage.ranks)
+        self.most_micro_batches = PER_STAGE * stages if stages > 1 else 1
         self._sends: deque[tuple[distributed.Work, Tensor]] = deque()
         self._expected: tuple[distributed.Work, Tensor, Tensor] | None = None
         self._filled = 0
 
     def micro_batches(self, step: ScheduledStep) -> list[ScheduledStep]:
         least = LEAST_ROWS.get(self.device.type, LEAST_ROWS["cuda"])
-        return micro_batches(step, len(self.stage.ranks), least)
+        return micro_batches(step, self.most_micro_batches, least)
 
     def receive(self, states: Tensor, rows: int) -> None:
         """Fill so many rows of the static states of this stage, which is not the first. Rows behind

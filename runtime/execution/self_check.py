@@ -31,6 +31,7 @@ from atomc.parallel.vocab import LogitsOfRank
 from atomc.program import Program, state_dtype
 from atomc.quantization.linear import QuantizedLinear
 from atomc.report.report import Report
+from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.runner import Runner
 from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 from atomc.stock.adapter import StockModel
@@ -346,7 +347,7 @@ def _ragged(
     block_size = block_size_of(program.specs) or PAGE
     columns = -(-max(LENGTHS) // block_size)
     runner = Runner(
-        program,
+        Programs({"text": program}),
         num_blocks=len(sequences) * columns,
         block_size=block_size,
         max_num_seqs=len(sequences),

@@ -21,15 +21,14 @@ from atomc.runtime.execution.capacity import (
     free_memory,
 )
 from atomc.runtime.execution.collective_min import minimum, smallest
+from atomc.runtime.execution.compile_programs import ProgramCompiler
 from atomc.runtime.execution.executor import Limits, Result, StepCounts
-from atomc.runtime.execution.expert_load import ExpertLoad, of_all_experts, rows_of_experts
+from atomc.runtime.execution.expert_load import ExpertLoad, expert_counts, rows_of_experts
 from atomc.runtime.execution.graphs import step_shapes
-from atomc.runtime.execution.images.encoder import ImageEncoder
 from atomc.runtime.execution.input_batch import StepShape
 from atomc.runtime.execution.loading.load import LoadedModel, load
 from atomc.runtime.execution.lora.program import lora_shape
 from atomc.runtime.execution.output_processor import OutputProcessor, StepOutputs
-from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.reports import compare_reports
 from atomc.runtime.execution.runner import Runner
 from atomc.runtime.execution.slots import Slots
@@ -37,7 +36,7 @@ from atomc.runtime.execution.step_kernels import StepKernels
 from atomc.runtime.execution.threads import Threads, choose, use
 from atomc.runtime.execution.timings import Phases, gc_disabled
 from atomc.runtime.execution.views.evaluation_mode import evaluation_mode
-from atomc.runtime.execution.views.user_module import GivenModule, check_logits
+from atomc.runtime.execution.views.user_module import UserModule, check_logits
 from atomc.runtime.requests.sample_spec import SampleSpec
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.scheduling.image_limits import ImageLimits
@@ -78,7 +77,7 @@ class Worker:
         self.num_ranks = 1 if place is None else config.num_ranks
         self.progress = progress
         self.threads: Threads | None = None
-        self._given: GivenModule | None = None
+        self._user_module: UserModule | None = None
         self._kernels = StepKernels(config)
         # Before the model is loaded: what they refuse would be refused minutes later.
         _check_names(Options.of(config.options))
@@ -88,12 +87,15 @@ class Worker:
                 self.loaded = load(config, module, progress=progress, place=self.place)
                 self.module = self.loaded.module
                 if module is not None:
-                    self._given = GivenModule(self.module, self._borrowed(module))
+                    self._user_module = UserModule(self.module, self._borrowed(module))
                 # Before compilation: CPU code is specialized to the number of threads.
                 self._set_threads(spare_cores)
             with phases.phase("compile"), gc_disabled():
                 self._kernels.begin(self.module, self.loaded.vocab_size)
-                self.programs = Programs(config, self.module, self.place, self._given, lora)
+                self._compiler = ProgramCompiler(
+                    config, self.module, self.place, self._user_module, lora
+                )
+                self.programs = self._compiler.programs
                 if self.threads is not None:
                     self.program.report.notes.append(str(self.threads))
             if self.num_ranks > 1:
@@ -101,16 +103,16 @@ class Worker:
                 compare_reports(self.program.report, 0 if stage is None else stage.index)
             with phases.phase("allocate"), gc_disabled():
                 self._allocate(self.loaded)
-            if self._given is not None:
+            if self._user_module is not None:
                 self._check_logits()
-                self._given.remember()
+                self._user_module.remember()
         finally:
             self._kernels.end()
 
-    def _borrowed(self, given: nn.Module) -> StockModel | None:
-        """The wrapper around a module of transformers that was given."""
-        module = self.module
-        return module if module is not given and isinstance(module, StockModel) else None
+    def _borrowed(self, module: nn.Module) -> StockModel | None:
+        """The wrapper around a user's module of transformers."""
+        wrapper = self.module
+        return wrapper if wrapper is not module and isinstance(wrapper, StockModel) else None
 
     @property
     def program(self) -> Program:
@@ -141,31 +143,25 @@ class Worker:
                 "handle (ops.kv_state) and pass it to ops.attention"
             )
         no_prefix_cache = _no_prefix_cache(config, specs)
-        max_num_seqs, max_num_batched_tokens = _step_sizes(config, device)
-        self.outputs = OutputProcessor(device, max_num_seqs, self.programs.apart)
-        self.encoder = None
-        if self.programs.images is not None and self.programs.encode is not None:
-            self.encoder = ImageEncoder(self.programs.encode, self.programs.images, device)
+        self._max_num_seqs, self._max_rows = _step_sizes(config, device)
+        self.outputs = OutputProcessor(device, self._max_num_seqs, self.programs.apart)
+        self.encoder = self.programs.encoder
         self.slots = Slots(self.outputs.sampler.counts)
-        self._groups = BlockGroups.of(specs, in_stages=self.programs.pipeline is not None)
-        self.limits = self._sized_limits(
-            max_num_seqs, max_num_batched_tokens, loaded.max_len, no_prefix_cache
-        )
+        self._groups = BlockGroups.of(specs, in_stages=self.place.stage is not None)
+        self.limits = self._sized_limits(loaded.max_len, no_prefix_cache)
         # Before the scheduler's block pool: here, too many blocks fail before a list of them is
         # built.
         self._check_host()
-        self.runner = self._allocated_runner(self.limits)
+        self.runner = self._runner(self.limits)
         # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
         # offsets in a large cache.
         large = any(
             tensor.numel() >= 2**31 for tensors in self.runner.caches for tensor in tensors.values()
         )
         if block_size_of(specs) is not None and (_is_sized(config) or large):
-            self._load_kernels(self.runner, max_num_seqs)
+            self._load_kernels(self.runner)
 
-    def _sized_limits(
-        self, max_num_seqs: int, max_num_batched_tokens: int, longest: int, no_prefix_cache: str
-    ) -> Limits:
+    def _sized_limits(self, longest: int, no_prefix_cache: str) -> Limits:
         """The limits with the size of the caches that all ranks have memory for.
 
         longest          maximum sequence length of the model
@@ -174,13 +170,7 @@ class Worker:
         config, device = self.config, self.program.device
         fixed = next((spec for spec in self.programs.specs if not spec.can_roll_back), None)
         rewinds = fixed is not None and config.speculative_tokens > 0
-        own_size = self._capacity(
-            max_num_seqs,
-            max_num_batched_tokens,
-            longest,
-            rewinds=rewinds,
-            shares=not no_prefix_cache,
-        )
+        own_size = self._capacity(longest, rewinds=rewinds, shares=not no_prefix_cache)
         size = smallest(self._groups.whole(own_size), self.num_ranks, device)
         if fixed is not None and not (no_prefix_cache or size.snapshots):
             no_prefix_cache = (
@@ -195,30 +185,27 @@ class Worker:
         return Limits(
             size,
             self._groups.windows,
-            max_num_seqs,
-            max_num_batched_tokens,
+            self._max_num_seqs,
+            self._max_rows,
             no_prefix_cache,
             can_roll_back=fixed is None,
             images=self._image_limits(),
-            state_rows=None if fixed is None else StateRows(max_num_seqs, rewinds, size.snapshots),
+            state_rows=None
+            if fixed is None
+            else StateRows(self._max_num_seqs, rewinds, size.snapshots),
         )
 
-    def _allocated_runner(self, limits: Limits) -> Runner:
+    def _runner(self, limits: Limits) -> Runner:
         """The runner of all programs, with caches of this size."""
         size = limits.capacity
         return Runner(
-            self.program,
+            self.programs,
             num_blocks=self._groups.own_blocks(size),
             block_size=size.block_size,
             max_num_seqs=limits.max_num_seqs,
             max_num_rows=limits.max_num_batched_tokens,
             max_columns=-(-size.max_model_len // size.block_size),
             state_rows=limits.state_rows,
-            draft=self.programs.draft,
-            image_program=self.programs.image_program,
-            merge_size=1 if self.programs.images is None else self.programs.images.merge_size,
-            lora_program=self.programs.lora_program,
-            pipeline=self.programs.pipeline,
         )
 
     def _check_host(self) -> None:
@@ -231,31 +218,24 @@ class Worker:
             needed = sum(count * group.bytes_per_token for count, group in blocks)
             check_free(needed * size.block_size * self.config.num_processes)
 
-    def _load_kernels(self, runner: Runner, max_num_seqs: int) -> None:
+    def _load_kernels(self, runner: Runner) -> None:
         """Load the kernels of this runner's steps, and those that sample."""
-        self._kernels.load(runner, self.outputs if self.samples else None, max_num_seqs)
+        self._kernels.load(runner, self.outputs if self.samples else None, self._max_num_seqs)
 
     def _image_limits(self) -> ImageLimits | None:
-        if self.programs.images is None:
+        if self.encoder is None:
             return None
+        images = self.encoder.images
         return ImageLimits(
-            self.programs.images.token_ids,
-            self.programs.images.merge_size,
-            self.programs.images.patch_width,
-            self.programs.images.bytes_per_token,
+            images.token_ids,
+            images.merge_size,
+            images.patch_width,
+            images.bytes_per_token,
             self.config.image_cache_bytes,
             self.config.max_image_patches,
         )
 
-    def _capacity(
-        self,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        longest: int,
-        *,
-        rewinds: bool,
-        shares: bool,
-    ) -> Capacity:
+    def _capacity(self, longest: int, *, rewinds: bool, shares: bool) -> Capacity:
         """shares: there is a prefix cache."""
         config, specs, device = self.config, self.programs.specs, self.program.device
         return capacity(
@@ -266,13 +246,13 @@ class Worker:
             else free_memory(
                 device,
                 config.gpu_memory_utilization,
-                self._activations(max_num_seqs, max_num_batched_tokens, longest),
+                self._activations(longest),
                 processes=config.num_processes,
             ),
-            image_bytes=self._image_bytes(max_num_batched_tokens),
-            max_num_seqs=max_num_seqs,
+            image_bytes=self._image_bytes(),
+            max_num_seqs=self._max_num_seqs,
             longest=longest,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=self._max_rows,
             max_model_len=config.max_model_len,
             num_blocks=config.num_blocks,
             kv_bytes=config.kv_bytes,
@@ -281,36 +261,27 @@ class Worker:
             snapshots=config.state_snapshots if shares else 0,
         )
 
-    def _image_bytes(self, rows: int) -> int:
+    def _image_bytes(self) -> int:
         """Bytes of the cache of embeddings, and of those of a step."""
-        if self.programs.images is None:
+        if self.encoder is None:
             return 0
-        return self.config.image_cache_bytes + rows * self.programs.images.bytes_per_token
+        return self.config.image_cache_bytes + self._max_rows * self.encoder.images.bytes_per_token
 
-    def _activations(self, max_num_seqs: int, rows: int, longest: int) -> int:
-        """Bytes of activations of a step of `rows` rows on a GPU, measured with a cache of one
-        block; 0 on a CPU.
+    def _activations(self, longest: int) -> int:
+        """Bytes of activations of the largest step on a GPU, measured with a cache of one block; 0
+        on a CPU.
         """
         device, block_size = self.program.device, block_size_of(self.program.specs)
         if device.type != "cuda" or block_size is None:
             return 0
-        runner = Runner(
-            self.program,
-            num_blocks=1,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_rows=rows,
-            max_columns=-(-longest // block_size),
-            state_rows=StateRows(0),
-            draft=self.programs.draft,
-            image_program=self.programs.image_program,
-            lora_program=self.programs.lora_program,
-        )
-        self._load_kernels(runner, max_num_seqs)
+        windows, seqs, rows = self._groups.windows, self._max_num_seqs, self._max_rows
+        size = Capacity((1,) * len(windows), block_size, longest)
+        runner = self._runner(Limits(size, windows, seqs, rows, state_rows=StateRows(0)))
+        self._load_kernels(runner)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        logits = runner.padding_only(min(rows, max_num_seqs))
+        logits = runner.padding_only(min(rows, seqs))
         if self.samples:
             self.outputs.sampler(
                 self.outputs.whole(logits),
@@ -328,7 +299,7 @@ class Worker:
         with gc_disabled(), evaluation_mode(self.module):
             if self.programs.lora is not None:
                 self.runner.empty_step(StepShape(1, 1, 1, 1))
-            self.programs.self_check(self.runner)
+            self._compiler.self_check(self.runner)
             if not self.config.enforce_eager:
                 self._capture()
 
@@ -370,18 +341,17 @@ class Worker:
 
     def launch(self, step: ScheduledStep) -> "LaunchedStep":
         sampled = step.sample_rows(self.place.data_rank)
-        step = self._groups.own_part(step.of_rank(self.place.data_rank))
+        step = self._groups.own_part(step.rank_part(self.place.data_rank))
         states = self.slots.update(step)
         if self.encoder is not None:
             self.encoder.update(step)
-            embeddings = self.runner.input_batch.embeddings
-            if embeddings is not None and step.has_images:
+            if step.has_images:
+                embeddings = self.runner.input_batch.row_inputs["embeddings"]
                 self.encoder.place(step, states, embeddings)
         outputs = StepOutputs(step, states)
         if not step.pooled:
             return LaunchedStep(self, outputs, self.runner.logits(step), sampled)
-        assert self.programs.hidden is not None, "prepare_pooling was not called"
-        hidden = self.runner.hidden(self.programs.hidden, step)
+        hidden = self.runner.hidden(step)
         if self.samples:
             self.outputs.pool(outputs, hidden)
         return LaunchedStep(self, outputs)
@@ -395,7 +365,7 @@ class Worker:
         return self.programs.hidden is not None
 
     def prepare_pooling(self) -> None:
-        self.programs.prepare_pooling(self.runner)
+        self._compiler.prepare_pooling(self.runner.caches)
 
     @property
     def max_loras(self) -> int:
@@ -407,8 +377,6 @@ class Worker:
 
     def sleep(self) -> None:
         self.runner.free()
-        if self.programs.hidden is not None:
-            self.programs.hidden.unbind()
         if self.encoder is not None:
             self.encoder.clear()
             self.encoder.drop_graphs()
@@ -418,35 +386,33 @@ class Worker:
     def wake_up(self) -> None:
         self._check_host()
         self.runner.allocate()
-        if self.programs.hidden is not None:
-            self.programs.hidden.bind(self.runner.caches)
         with gc_disabled():
             if not self.config.enforce_eager:
                 self._capture()
 
     def check(self) -> bool:
-        if self._given is None:
+        if self._user_module is None:
             return False
-        written = self._given.written()
+        written = self._user_module.written()
         for program in self.programs.all:
             program.check()
         return written
 
     @cached_property
     def _expert_rows(self) -> ExpertLoad:
-        return rows_of_experts(self.programs.module)
+        return rows_of_experts(self.module)
 
     def counts(self) -> StepCounts:
         runner = self.runner
         load = sum_of_loads(
-            of_all_experts(program.expert_load(), self._expert_rows)
-            for program in self.programs.of_steps
+            expert_counts(program.expert_load(), self._expert_rows)
+            for program in self.programs.steps.values()
         )
         return StepCounts(dict(runner.steps), runner.rows, runner.padding, load)
 
     def forget_counts(self) -> None:
         self.runner.forget_counts()
-        for program in self.programs.of_steps:
+        for program in self.programs.steps.values():
             program.forget_expert_load()
 
     def close(self) -> None:
@@ -478,13 +444,13 @@ class LaunchedStep:
         worker, outputs = self._worker, self._outputs
         # With speculation, the host knows all tokens before the next step.
         keeps, pipeline = not worker.config.speculative_tokens, worker.programs.pipeline
-        if pipeline is not None and not pipeline.stage.is_last:
+        if not pipeline.stage.is_last:
             if keeps and pipeline.stage.is_first and outputs.step.num_samples:
                 pipeline.expect_tokens(outputs.step.sampled_slots)
             return
         tokens = worker.outputs.sample(outputs, logits, mask)
         if tokens is not None and keeps:
-            if pipeline is None:
+            if pipeline.stage.is_first:
                 worker.runner.input_batch.keep_tokens(tokens)
             else:
                 pipeline.send_tokens(tokens)

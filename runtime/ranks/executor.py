@@ -125,7 +125,7 @@ class RankExecutor:
             raise
         # Without ep, each rank counts all tokens.
         self._counts_experts = config.ep and any(
-            program.counts_experts for program in self.worker.programs.of_steps
+            program.counts_experts for program in self.worker.programs.steps.values()
         )
         self.limits = self.worker.limits
         self.can_pool = False

@@ -170,7 +170,7 @@ class ScheduledStep(NamedTuple):
     parts: tuple[RankPart, ...] = ()
     size: StepSize | None = None
 
-    def of_rank(self, rank: int) -> "ScheduledStep":
+    def rank_part(self, rank: int) -> "ScheduledStep":
         """The part of a data-parallel rank; the step itself if it has no parts. A rank without
         chunks computes padding, because the others wait for it.
         """

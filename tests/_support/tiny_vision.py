@@ -20,7 +20,7 @@ from atomc.models.image_grid import num_image_tokens
 from atomc.models.mrope import mrope_positions
 from atomc.program import compile_model
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.execution import programs
+from atomc.runtime.execution import compile_programs
 from atomc.runtime.requests.prompt_image import PromptImage
 
 VOCAB, D, W, MERGE, IMAGE, MAX_LEN = 61, 16, 6, 2, 60, 96
@@ -117,7 +117,7 @@ def compiled_once(model=TinyVision):
     """
     module, program = _compiled(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "compile_model", lambda *_, takes, **__: program(takes))
+        patch.setattr(compile_programs, "compile_model", lambda *_, takes, **__: program(takes))
         yield module
 
 

@@ -237,7 +237,7 @@ def test_a_second_start_of_a_class_with_images_traces_none_of_its_programs(
     for _ in range(2):
         with LLM(str(tmp_path / "model"), options=cache, device="cpu", progress=False) as llm:
             of = llm.engine.executor.programs
-            programs = [of.main, of.image_program, of.encode]
+            programs = [of.main, of.steps["images"], of.encoder.encode]
             (answer,) = llm.chat([messages], SamplingParams(max_tokens=6, temperature=0))
             kinds = [program.report.cached.kind for program in programs]
         found.append((answer.token_ids, kinds))

@@ -44,6 +44,7 @@ from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.runtime.execution.capacity import Capacity, capacity
 from atomc.runtime.execution.output_processor import OutputProcessor
+from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.runner import Runner
 from atomc.runtime.requests.request import Request
 from atomc.runtime.requests.sampling_params import SamplingParams
@@ -240,7 +241,12 @@ def test_a_request_that_fails_alone_leaves_the_state_of_others(served, monkeypat
 def test_padding_and_warm_up_write_the_spare_slot_only():
     program = compile_model(toy("mixed"), OPTIONS)
     runner = Runner(
-        program, num_blocks=8, block_size=16, max_num_seqs=3, max_num_rows=32, max_columns=4
+        Programs({"text": program}),
+        num_blocks=8,
+        block_size=16,
+        max_num_seqs=3,
+        max_num_rows=32,
+        max_columns=4,
     )
     states = [
         tensors["recurrent_state"] for tensors in runner.caches if "recurrent_state" in tensors
@@ -270,7 +276,7 @@ def test_padding_and_warm_up_write_the_spare_slot_only():
 def test_a_runner_of_padding_alone_has_one_slot():
     program = compile_model(toy("summed"), OPTIONS)
     runner = Runner(
-        program,
+        Programs({"text": program}),
         num_blocks=(),
         block_size=16,
         max_num_seqs=3,

@@ -194,7 +194,7 @@ def rows(chunk: Chunk) -> list[tuple[int, int, int | None, bool]]:
 def test_micro_batches_have_the_rows_of_the_step_in_order(seed: int) -> None:
     rng = random.Random(seed)
     step = ScheduledStep(chunks(rng), released=(9,))
-    parts = micro_batches(step, 2, least_rows=8)
+    parts = micro_batches(step, 8, least_rows=8)
     assert len(parts) == max(1, min(8, step.num_tokens // 8)) or step.num_tokens % len(parts)
     assert max(part.num_tokens for part in parts) <= -(-step.num_tokens // len(parts)) + 1
     pieces = [chunk for part in parts for chunk in part.chunks]
@@ -211,7 +211,7 @@ def test_micro_batches_have_the_rows_of_the_step_in_order(seed: int) -> None:
 
 def test_a_small_step_is_one_micro_batch() -> None:
     step = ScheduledStep((Chunk("a", 0, (1,) * 15, 0, ((0, (1,)),), num_output_rows=1),))
-    assert micro_batches(step, 2, least_rows=8) == [step]
+    assert micro_batches(step, 8, least_rows=8) == [step]
 
 
 def test_a_stage_reads_the_blocks_of_its_own_groups() -> None:

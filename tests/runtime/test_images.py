@@ -26,6 +26,7 @@ from tiny_vision import (
     whole_logits,
 )
 
+from atomc.ops.inputs import ModelInputs
 from atomc.runtime.engine import QueueFull
 from atomc.runtime.execution.images import encoder as image_encoder
 from atomc.runtime.execution.images.encoder import ImageEncoder
@@ -487,14 +488,14 @@ def test_decode_steps_run_the_program_without_embeddings():
     fields = {given.field for _, given in engine.program._step_inputs}
     assert not fields & {"embeddings", "is_image"}
     assert {"embeddings", "is_image"} <= {
-        given.field for _, given in engine.executor.programs.image_program._step_inputs
+        given.field for _, given in engine.executor.programs.steps["images"]._step_inputs
     }
 
 
 def test_a_batch_has_positions_of_three_axes_and_the_rows_of_images():
     batch = InputBatch(
-        rows=10, sequences=4, columns=4, block_size=4, mrope=True, merge_size=2,
-        embeddings=(3, torch.float32),
+        rows=10, sequences=4, columns=4, block_size=4, merge_size=2,
+        takes=ModelInputs(embeddings=(3, torch.float32), mrope=True),
     )  # fmt: skip
     admission = Admission(SamplingParams(), 0, 9, frozenset(), images=((2, (1, 4, 4)),))
     image = ImageRows(b"x", 1, 0, 3)
@@ -523,7 +524,13 @@ def test_a_batch_has_positions_of_three_axes_and_the_rows_of_images():
 
 def test_draft_steps_have_positions_of_their_own_for_rope_and_for_blocks():
     batch = InputBatch(
-        rows=16, sequences=4, columns=4, block_size=4, drafts=3, mrope=True, merge_size=2
+        rows=16,
+        sequences=4,
+        columns=4,
+        block_size=4,
+        drafts=3,
+        takes=ModelInputs(mrope=True),
+        merge_size=2,
     )
     admission = Admission(SamplingParams(), 0, 6, frozenset(), images=((0, (1, 4, 4)),))
     chunk = Chunk(

@@ -578,7 +578,7 @@ def test_padded_steps_give_the_same_tokens_and_drafts(checkpoint):
     def steps(padded):
         one = engine(checkpoint, speculative="mtp", speculative_tokens=3, max_num_batched_tokens=50)
         if padded:
-            one.executor.runner.graphs = PaddedSteps(one.executor.runner, 3)
+            one.executor.runner.variants["text"].graphs = PaddedSteps(one.executor.runner, 3)
         for i, length in enumerate((3, 20, 60, 90)):
             params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=i % 2, seed=i)
             one.add(one.request(str(i), prompt_of(i, length), params))

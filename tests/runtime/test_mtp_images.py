@@ -11,6 +11,7 @@ from tiny_vl import EXPERTS, HYBRID, IMAGE, TEXT, VIDEO, VISION
 from atomc.loading.create_model import create_model
 from atomc.models.mrope import mrope_positions
 from atomc.models.vision_language import ImageDraftModel
+from atomc.ops.inputs import ModelInputs
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.execution.input_batch import InputBatch
 from atomc.runtime.execution.views.hidden_states import WithHiddenStates
@@ -151,8 +152,8 @@ def test_a_draft_model_reads_the_embeddings_of_images():
 
 def test_a_draft_step_has_the_embeddings_of_the_next_tokens_of_each_chunk():
     batch = InputBatch(
-        rows=10, sequences=4, columns=4, block_size=4, drafts=2, mrope=True, merge_size=2,
-        embeddings=(1, torch.float32),
+        rows=10, sequences=4, columns=4, block_size=4, drafts=2, merge_size=2,
+        takes=ModelInputs(embeddings=(1, torch.float32), mrope=True),
     )  # fmt: skip
     grids = ((0, (1, 4, 4)),)
     admission = Admission(SamplingParams(), 0, 6, frozenset(), images=grids)
@@ -165,7 +166,7 @@ def test_a_draft_step_has_the_embeddings_of_the_next_tokens_of_each_chunk():
         images=(ImageRows(b"x", 0, 0, 3),),
     )  # fmt: skip
     shape = batch.write(ScheduledStep((whole, part)), num_rows=9)
-    batch.embeddings[:, 0] = torch.arange(10)
+    batch.row_inputs["embeddings"][:, 0] = torch.arange(10)
     batch.keep_samples(torch.tensor([9]))
     step, _ = batch.draft_step(shape, torch.zeros(9, 1), images=True)
     assert step.input_ids[:8].tolist() == [1, 1, 1, 8, 9, 1, 1, 1]

@@ -18,9 +18,10 @@ from atomc.ops.state import groups_of
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
-from atomc.runtime.execution import programs
+from atomc.runtime.execution import compile_programs
 from atomc.runtime.execution.capacity import Capacity, capacity
 from atomc.runtime.execution.input_batch import InputBatch, StepShape
+from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.runner import Runner
 from atomc.runtime.execution.slots import Slots, sample_specs
 from atomc.runtime.llm import LLM
@@ -141,7 +142,7 @@ def served(request):
     # Inductor compiles one of them: it takes seconds.
     program = compiled(model, layout, "auto" if name == "qwen3" else "eager")
     runner = Runner(
-        program,
+        Programs({"text": program}),
         num_blocks=NUM_BLOCKS,
         block_size=block_size,
         max_num_seqs=8,
@@ -659,7 +660,7 @@ def test_glue_that_was_asked_for_is_used(options, monkeypatch):
         options_used.append(options)
         raise ValueError("stop")
 
-    monkeypatch.setattr(programs, "compile_model", stop)
+    monkeypatch.setattr(compile_programs, "compile_model", stop)
     with pytest.raises(ValueError, match="stop"):
         LLM(tiny("llama")[0], options=options, progress=False)
     assert [used.glue for used in options_used] == ["inductor"]

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from atomc.ops.inputs import ModelInputs
-
 
 @dataclass(frozen=True)
 class ImageModel:
@@ -52,8 +50,7 @@ class ImageModel:
     def bytes_per_token(self) -> int:
         return self.width * self.dtype.itemsize
 
-    def takes(self, *, images: bool) -> ModelInputs:
-        """The inputs of the program of steps with images, or without."""
-        return ModelInputs(
-            embeddings=(self.width, self.dtype) if images else None, mrope=self.mrope
-        )
+    @property
+    def embeddings(self) -> tuple[int, torch.dtype]:
+        """Width and dtype, as in ModelInputs."""
+        return self.width, self.dtype

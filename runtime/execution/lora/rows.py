@@ -17,16 +17,17 @@ class LoraRows:
     """The number of each slot's adapter. A request's first chunk sets it."""
 
     def __init__(self, slots: int) -> None:
-        self._of_slots = np.full(slots + 1, NONE, np.int32)
+        self._numbers = np.full(slots + 1, NONE, np.int32)
 
     def update(self, chunks: Sequence[Chunk]) -> bool:
         """Apply the admissions of a step; whether any of its rows has an adapter. Idempotent."""
         for chunk in chunks:
             if chunk.admission is not None:
                 number = chunk.admission.lora
-                self._of_slots[chunk.slot] = NONE if number is None else number
-        return any(self._of_slots[chunk.slot] != NONE for chunk in chunks)
+                self._numbers[chunk.slot] = NONE if number is None else number
+        return any(self._numbers[chunk.slot] != NONE for chunk in chunks)
 
-    def of_slots(self, slots: Array) -> Array:
-        found: Array = self._of_slots[slots]
-        return found
+    def adapters(self, slots: Array) -> Array:
+        """The adapter's number of each of these slots; NONE for none."""
+        numbers: Array = self._numbers[slots]
+        return numbers

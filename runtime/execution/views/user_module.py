@@ -45,7 +45,7 @@ def check_logits(module: nn.Module, logits: Tensor, num_rows: int) -> None:
         )
 
 
-class GivenModule:
+class UserModule:
     """module: that is compiled; borrowed: it around a module of transformers. `remember` once it
     is compiled.
     """

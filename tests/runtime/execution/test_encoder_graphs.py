@@ -165,7 +165,7 @@ def test_an_engine_encodes_images_in_graphs_until_it_sleeps_and_again_after(monk
     monkeypatch.setattr(EncoderProgram, "why_no_graph", "")
     config = EngineConfig(options=OPTIONS, max_num_seqs=4, num_blocks=60, max_model_len=64)
     engine = Engine(config, module=made("ours", "qwen3_vl"), progress=False)
-    encoder, program = engine.executor.encoder, engine.executor.programs.encode
+    encoder, program = engine.executor.encoder, engine.executor.encoder.encode
 
     def tokens(seed):
         """Of a prompt with an image of the first of three sizes."""

@@ -69,9 +69,9 @@ def memory(monkeypatch):
         programs = worker.programs
         with monkeypatch.context() as patch:
             patch.setattr(programs.main, "device", GPU)
-            for name in ("main", "image_program"):
+            for name, program in programs.steps.items():
                 waiting = ("nonzero",) if name in given.syncing else ()
-                patch.setattr(getattr(programs, name), "syncing", waiting)
+                patch.setattr(program, "syncing", waiting)
             capture(worker)
 
     monkeypatch.setattr(runners, "Pool", PoolOfCalls)
@@ -111,11 +111,10 @@ def test_tokens_are_those_of_the_whole_sequence_for_any_size_of_chunks(model, ro
 
 def test_the_shapes_of_prompts_are_captured_with_images_and_no_decode_steps():
     engine = started(max_num_batched_tokens=100, max_num_seqs=16)
-    runner = engine.executor.runner
-    text, images = shapes_of(runner.graphs), shapes_of(runner.image_graphs)
+    text, images = map(shapes_of, graphs_of(engine))
     assert images == [(64, 9, 8), (64, 17, 16), (100, 8, 8), (100, 16, 16)]
     assert [shape for shape in text if shape not in images] == [(n, n, n) for n in (1, 2, 4, 8, 16)]
-    report = engine.executor.programs.image_program.report
+    report = engine.executor.programs.steps["images"].report
     assert [graph["rows"] for graph in report.cuda_graphs[-4:]] == [100, 64, 100, 64]
 
 
@@ -129,7 +128,7 @@ def test_a_prompt_with_an_image_and_1048_tokens_is_in_a_graph_of_1280_rows():
 def test_the_padding_of_a_graph_has_no_embeddings_of_an_earlier_step(model):
     engine = started(max_num_batched_tokens=65)
     runner, parts = engine.executor.runner, (5, (1, LARGE), 7)
-    embeddings = runner.input_batch.embeddings
+    embeddings = runner.input_batch.row_inputs["embeddings"]
     embeddings.fill_(torch.nan)
     found, _ = counted(engine, request_of(engine, "a", parts, count=1))
     assert found == {"a": expected(model, parts, 1)}
@@ -148,25 +147,26 @@ def test_graphs_of_text_are_captured_first_within_the_memory_for_both(model, mem
     found, steps = counted(engine, request_of(engine, "a", (5, (1, SMALL), 7)))
     assert found == {"a": expected(model, (5, (1, SMALL), 7))}
     assert steps["eager: more rows than any graph, with images"] == 1
-    notes = engine.executor.programs.image_program.report.notes
+    notes = engine.executor.programs.steps["images"].report.notes
     note = "1 of 1 CUDA graphs are left out: the others take 4 MiB already"
     assert f"{note}; raise gpu_memory_utilization" in notes
 
 
 def graphs_of(engine):
-    return engine.executor.runner.graphs, engine.executor.runner.image_graphs
+    variants = engine.executor.runner.variants
+    return [variants[name].graphs for name in ("text", "images")]
 
 
 def test_graphs_with_images_are_dropped_asleep_and_captured_again(model):
     engine, parts = started(max_num_batched_tokens=65), (5, (1, LARGE), 7)
     runner = engine.executor.runner
-    before = shapes_of(runner.image_graphs)
+    before = shapes_of(graphs_of(engine)[1])
     for name in ("a", "b"):
         engine.sleep()
-        assert runner.graphs is runner.image_graphs is None
-        assert not engine.executor.programs.image_program.report.cuda_graphs
+        assert graphs_of(engine) == [None, None]
+        assert not engine.executor.programs.steps["images"].report.cuda_graphs
         engine.wake_up()
-        assert shapes_of(runner.image_graphs) == before
+        assert shapes_of(graphs_of(engine)[1]) == before
         found, steps = counted(engine, request_of(engine, name, parts))
         assert found == {name: expected(model, parts)} and steps.keys() == {IMAGES, TEXT}
     runner.drop_graphs()
@@ -175,10 +175,10 @@ def test_graphs_with_images_are_dropped_asleep_and_captured_again(model):
 
 
 def test_a_program_of_images_that_waits_for_the_device_runs_as_calls(model, memory, monkeypatch):
-    memory.syncing = ("image_program",)
+    memory.syncing = ("images",)
     engine = started()
-    monkeypatch.setattr(engine.executor.programs.image_program, "syncing", ("nonzero",))
-    assert engine.executor.runner.graphs.captured and engine.executor.runner.image_graphs is None
+    monkeypatch.setattr(engine.executor.programs.steps["images"], "syncing", ("nonzero",))
+    assert graphs_of(engine)[0].captured and graphs_of(engine)[1] is None
     _, steps = counted(engine, request_of(engine, "a", (5, (1, SMALL), 7)))
     assert steps == {"eager: nonzero wait for the device, with images": 1, TEXT: 7}
 

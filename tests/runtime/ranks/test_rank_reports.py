@@ -18,7 +18,7 @@ from fake_group import without_groups
 from atomc import demo
 from atomc.report.records import KernelChoice, Site
 from atomc.report.report_data import ReportData
-from atomc.runtime.execution import programs
+from atomc.runtime.execution import compile_programs
 from atomc.runtime.execution.reports import differences, what_runs
 from atomc.runtime.llm import LLM
 
@@ -86,12 +86,12 @@ def test_a_rank_that_compiles_something_else_is_in_the_log_and_in_the_report(
     config = json.loads((Path(demo.PATH) / "config.json").read_text())
     config.pop("layer_types", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, **SIZES}))
-    compiled = programs.compile_model
+    compiled = compile_programs.compile_model
 
     def otherwise(module: Any, options: Any, **given: Any) -> Any:
         return compiled(module, replace(options, passes={"silu_and_mul": False}), **given)
 
-    monkeypatch.setattr(programs, "compile_model", otherwise)  # of rank 0
+    monkeypatch.setattr(compile_programs, "compile_model", otherwise)  # of rank 0
     settings = {"max_model_len": 64, "max_num_seqs": 2, "num_blocks": 20, "progress": False}
     with (
         without_groups(),

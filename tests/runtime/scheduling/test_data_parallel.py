@@ -9,8 +9,8 @@ from torch import nn
 from atomc.parallel import sizes
 from atomc.parallel.process_group import Place, TensorParallel
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.execution.compile_programs import ProgramCompiler
 from atomc.runtime.execution.input_batch import InputBatch
-from atomc.runtime.execution.programs import Programs
 from atomc.runtime.requests.request import Request, siblings
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.scheduling.blocks import BlockPool
@@ -61,8 +61,8 @@ def test_a_request_goes_to_the_rank_with_the_fewest_and_each_rank_gets_its_own_c
     for name, length in (("a", 3), ("b", 9), ("c", 4)):
         s.add(request(name, length))
     step = next_step(s)
-    assert [names(step.of_rank(rank)) for rank in range(2)] == [["a", "c"], ["b"]]
-    assert [step.of_rank(rank).num_tokens for rank in range(2)] == [7, 9]
+    assert [names(step.rank_part(rank)) for rank in range(2)] == [["a", "c"], ["b"]]
+    assert [step.rank_part(rank).num_tokens for rank in range(2)] == [7, 9]
     # Slots are those of a rank.
     assert [chunk.slot for chunk in step.chunks] == [0, 1, 0]
 
@@ -72,14 +72,14 @@ def test_all_ranks_pad_to_the_largest_sizes() -> None:
     for name, length in (("a", 3), ("b", 9), ("c", 4)):
         s.add(request(name, length))
     step = next_step(s)
-    sizes_of_ranks = {step.of_rank(rank).padded_size for rank in range(2)}
+    sizes_of_ranks = {step.rank_part(rank).padded_size for rank in range(2)}
     assert sizes_of_ranks == {StepSize(rows=9, sequences=2, wanted=2, longest=9, pooled=False)}
 
 
 def test_a_rank_without_work_gets_an_empty_part_of_the_size_of_the_others() -> None:
     s = scheduler()
     s.add(request("a"))
-    idle = next_step(s).of_rank(1)
+    idle = next_step(s).rank_part(1)
     assert idle.chunks == () and idle.padded_size.rows == 5
 
     batch = InputBatch(rows=12, sequences=4, columns=4, block_size=4)
@@ -96,7 +96,7 @@ def test_the_rows_of_a_mask_are_those_of_the_tokens_that_a_rank_samples() -> Non
         s.add(request(name, length))
     step = next_step(s)
     assert [step.sample_rows(rank) for rank in range(2)] == [slice(0, 2), slice(2, 2)]
-    assert step.of_rank(0).sample_rows(0) == slice(None)
+    assert step.rank_part(0).sample_rows(0) == slice(None)
 
 
 def test_choices_of_a_prompt_go_to_one_rank_and_share_its_blocks() -> None:
@@ -165,8 +165,8 @@ def test_a_pooling_step_of_one_rank_is_a_padded_step_for_the_others() -> None:
     s.add(Request("a", [1, 2, 3], SAMPLED, frozenset(), seed=0, pooling="mean"))
     s.add(request("b"))
     step = next_step(s)
-    assert [step.of_rank(rank).pooled for rank in range(2)] == [True, False]
-    assert all(step.of_rank(rank).padded_size.pooled for rank in range(2))
+    assert [step.rank_part(rank).pooled for rank in range(2)] == [True, False]
+    assert all(step.rank_part(rank).padded_size.pooled for rank in range(2))
 
 
 def test_with_ep_and_without_tp_dp_is_the_number_of_ranks_of_one_engine() -> None:
@@ -194,7 +194,7 @@ def test_what_ranks_that_share_experts_cannot_do_is_refused(given: Any, message:
 def test_ranks_that_share_experts_do_not_promise_equal_bits() -> None:
     config = EngineConfig(dp=2, ep=True, options={"batch_invariant": True})
     with pytest.raises(ValueError, match="batch_invariant is not supported with dp and ep"):
-        Programs(config, nn.Module(), Place(experts=TensorParallel(0, 2, "")))
+        ProgramCompiler(config, nn.Module(), Place(experts=TensorParallel(0, 2, "")))
 
 
 def test_only_the_experts_have_to_divide() -> None:
