@@ -22,14 +22,10 @@ from atomc.runtime.ranks.messages import (
     IMPORTED,
     LOADED,
     Collect,
-    Count,
-    ForgetCounts,
+    Control,
+    ControlMethod,
     Launch,
-    PreparePooling,
     Sample,
-    Sleep,
-    WakeUp,
-    WarmUp,
 )
 from atomc.runtime.ranks.monitor import Monitor
 from atomc.runtime.ranks.process_group import create_store, join
@@ -142,10 +138,14 @@ class RankExecutor:
             for rank, handle in self._monitor.handles.items()
         }
 
-    def warm_up(self) -> None:
-        with self._monitor.sending(WarmUp) as number:
-            self.worker.warm_up()
+    def _control(self, method: ControlMethod) -> None:
+        """Call this method of the worker in all ranks."""
+        with self._monitor.sending(lambda number: Control(number, method)) as number:
+            getattr(self.worker, method)()
         self._monitor.wait_done(number)
+
+    def warm_up(self) -> None:
+        self._control("warm_up")
 
     @property
     def max_loras(self) -> int:
@@ -166,20 +166,14 @@ class RankExecutor:
     def prepare_pooling(self) -> None:
         if self.can_pool:
             return
-        with self._monitor.sending(PreparePooling) as number:
-            self.worker.prepare_pooling()
-        self._monitor.wait_done(number)
+        self._control("prepare_pooling")
         self.can_pool = True
 
     def sleep(self) -> None:
-        with self._monitor.sending(Sleep) as number:
-            self.worker.sleep()
-        self._monitor.wait_done(number)
+        self._control("sleep")
 
     def wake_up(self) -> None:
-        with self._monitor.sending(WakeUp) as number:
-            self.worker.wake_up()
-        self._monitor.wait_done(number)
+        self._control("wake_up")
 
     def raise_failure(self) -> None:
         self._monitor.raise_failure()
@@ -193,14 +187,16 @@ class RankExecutor:
         """Of rank 0; tokens of experts are those of all ranks, if they divide the experts."""
         if not self._counts_experts:
             return self.worker.counts()
-        with self._monitor.sending(Count, of_step=True) as number:
+        with self._monitor.sending(
+            lambda number: Control(number, "counts"), of_step=True
+        ) as number:
             counts = self.worker.counts()
-            loads = [counts.expert_load, *self._monitor.expert_loads(number)]
+            others = self._monitor.wait_done(number)
+        loads = [counts.expert_load, *(each.expert_load for each in others)]
         return replace(counts, expert_load=sum_of_loads(loads))
 
     def forget_counts(self) -> None:
-        with self._monitor.sending(ForgetCounts):
-            self.worker.forget_counts()
+        self._control("forget_counts")
 
     def close(self) -> None:
         self._close()
@@ -242,7 +238,7 @@ class LaunchedOnRanks:
             lambda number: Collect(number, self._number), of_step=True
         ) as number:
             results = self._running.results()
-            if self._others:
-                results = [*results, *self._monitor.results(number, self._others)]
+            for done in self._monitor.wait_done(number, self._others):
+                results += done.results
         self._monitor.collected(results)
         return results

@@ -3,6 +3,8 @@
 Rank 0 numbers its commands; all ranks execute them in this order.
 """
 
+from typing import Literal
+
 import msgspec
 
 from atomc.runtime.execution.executor import Result
@@ -12,6 +14,8 @@ from atomc.runtime.scheduling.step import ScheduledStep
 # its Worker is complete.
 IMPORTED, LOADED = 0, 1
 FIRST_COMMAND = 2
+# All ranks do these at once, which takes long, or is rare.
+ControlMethod = Literal["warm_up", "prepare_pooling", "sleep", "wake_up", "forget_counts", "counts"]
 
 
 class Launch(msgspec.Struct, tag=True):
@@ -37,40 +41,13 @@ class Collect(msgspec.Struct, tag=True):
     step: int
 
 
-class WarmUp(msgspec.Struct, tag=True):
-    """Worker.warm_up; answered with Done."""
+class Control(msgspec.Struct, tag=True):
+    """Call this method of the Worker; answered with Done. "prepare_pooling" runs in a thread, while
+    steps run.
+    """
 
     number: int
-
-
-class PreparePooling(msgspec.Struct, tag=True):
-    """Worker.prepare_pooling in a thread, while steps run; answered with Done."""
-
-    number: int
-
-
-class Sleep(msgspec.Struct, tag=True):
-    """Worker.sleep; answered with Done."""
-
-    number: int
-
-
-class WakeUp(msgspec.Struct, tag=True):
-    """Worker.wake_up; answered with Done."""
-
-    number: int
-
-
-class ForgetCounts(msgspec.Struct, tag=True):
-    """Worker.forget_counts."""
-
-    number: int
-
-
-class Count(msgspec.Struct, tag=True):
-    """Worker.counts; answered with Counts."""
-
-    number: int
+    method: ControlMethod
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -79,18 +56,7 @@ class Stop(msgspec.Struct, tag=True):
     number: int = 0
 
 
-Command = (
-    Launch
-    | Sample
-    | Collect
-    | WarmUp
-    | PreparePooling
-    | Sleep
-    | WakeUp
-    | ForgetCounts
-    | Count
-    | Stop
-)
+Command = Launch | Sample | Collect | Control | Stop
 
 
 class Pulse(msgspec.Struct, tag=True):
@@ -107,10 +73,17 @@ class Pulse(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A long command is complete."""
+    """A command is complete: one that others wait for.
+
+    results      of the step that the command collects: by the last stage of a pipeline, or of the
+                 part of a data-parallel rank
+    expert_load  tokens of experts, as in StepCounts
+    """
 
     rank: int
     number: int
+    results: list[Result] = []
+    expert_load: dict[str, list[int]] = {}
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -122,22 +95,4 @@ class Failed(msgspec.Struct, tag=True):
     by_user: bool = False
 
 
-class Results(msgspec.Struct, tag=True):
-    """Of the step that command `number` collects: by the last stage of a pipeline, or of the part
-    of a data-parallel rank.
-    """
-
-    rank: int
-    number: int
-    results: list[Result]
-
-
-class Counts(msgspec.Struct, tag=True):
-    """What command `number` asks for: tokens of experts, as in StepCounts."""
-
-    rank: int
-    number: int
-    expert_load: dict[str, list[int]]
-
-
-Report = Pulse | Done | Failed | Results | Counts
+Report = Pulse | Done | Failed

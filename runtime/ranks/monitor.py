@@ -21,7 +21,7 @@ from atomc.errors import first_line
 from atomc.runtime.execution.executor import Result
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.endpoint import bind
-from atomc.runtime.ranks.messages import Command, Counts, Done, Failed, Pulse, Results
+from atomc.runtime.ranks.messages import Command, Done, Failed, Pulse
 from atomc.runtime.ranks.process_group import abort_collectives, leave
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import RankHandle, place_of
@@ -77,7 +77,7 @@ class Monitor:
         self._number = messages.FIRST_COMMAND
         self._seen = dict.fromkeys(self._others, time.monotonic())
         self._pulses: dict[int, Pulse] = {}
-        self._done: dict[int, set[int]] = defaultdict(set)
+        self._done: dict[int, dict[int, Done]] = defaultdict(dict)
         self._failed: dict[int, dict[int, Failed]] = defaultdict(dict)
         self._failed_at: dict[int, float] = {}
         self._failed_here: set[int] = set()
@@ -85,8 +85,6 @@ class Monitor:
         self._running: dict[int, tuple[float, bool]] = {}
         self._collected = self._digest = 0
         self._digests: dict[int, int] = {}
-        self._results: dict[int, dict[int, list[Result]]] = defaultdict(dict)
-        self._loads: dict[int, dict[int, dict[str, list[int]]]] = defaultdict(dict)
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         self._sockets = {rank: self._socket(zmq.PUSH) for rank in self._others}
@@ -188,34 +186,16 @@ class Monitor:
         _, of_step = self._running.get(number, (0.0, False))
         return ALIKE_SECONDS if of_step else ALIKE_SECONDS_OF_COMPILING
 
-    def wait_done(self, number: int) -> None:
-        """Wait until all other ranks have executed a long command. Raises RankFailed."""
+    def wait_done(self, number: int, ranks: Sequence[int] | None = None) -> list[Done]:
+        """What these ranks, by default all others, answer to a command; waits for them. Raises
+        RankFailed.
+        """
+        ranks = self._others if ranks is None else ranks
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure or len(self._done[number]) == len(self._others)
-            )
-            del self._done[number]
+            self._changed.wait_for(lambda: self._failure or self._done[number].keys() >= set(ranks))
+            done = self._done.pop(number, {})
         self.raise_failure()
-
-    def results(self, number: int, ranks: Sequence[int]) -> list[Result]:
-        """Those that these ranks collect in this command, one after the other; waits for them."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure or self._results[number].keys() >= set(ranks)
-            )
-            found = self._results.pop(number, {})
-        self.raise_failure()
-        return [result for rank in ranks for result in found[rank]]
-
-    def expert_loads(self, number: int) -> list[dict[str, list[int]]]:
-        """What each other rank answers to this command; waits for them."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure or self._loads[number].keys() >= set(self._others)
-            )
-            found = self._loads.pop(number, {})
-        self.raise_failure()
-        return list(found.values())
+        return [done[rank] for rank in ranks]
 
     def collected(self, results: Sequence[Result]) -> None:
         """Note the results of a step: those of the other ranks must be equal."""
@@ -280,14 +260,10 @@ class Monitor:
                     case Pulse(rank):
                         self._pulses[rank] = report
                     case Done(rank, number):
-                        self._done[number].add(rank)
+                        self._done[number][rank] = report
                     case Failed(rank, number):
                         self._failed[number][rank] = report
                         self._failed_at.setdefault(number, time.monotonic())
-                    case Results(rank, number, results):
-                        self._results[number][rank] = results
-                    case Counts(rank, number, expert_load):
-                        self._loads[number][rank] = expert_load
                 self._changed.notify_all()
 
     @property

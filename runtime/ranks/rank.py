@@ -16,7 +16,7 @@ from atomc.runtime.execution.worker import Worker
 from atomc.runtime.processes.stderr_log import exit_process
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.endpoint import use_tcp
-from atomc.runtime.ranks.messages import IMPORTED, LOADED, Counts, Done, Failed, Pulse, Results
+from atomc.runtime.ranks.messages import IMPORTED, LOADED, Done, Failed, Pulse
 from atomc.runtime.ranks.process_group import connect_store, join, open_device
 from atomc.runtime.ranks.rank_settings import RankSettings
 from atomc.runtime.ranks.results_digest import results_digest
@@ -118,25 +118,17 @@ class Rank:
                     collected, digest = self._progress
                     self._progress = collected + 1, results_digest(digest, results)
                 if self.settings.rank in self.settings.config.reporting_ranks:
-                    _send(self._reports, Results(self.settings.rank, number, results))
-            case messages.WarmUp(number):
-                worker.warm_up()
-                _send(self._reports, Done(self.settings.rank, number))
-            case messages.Sleep(number):
-                worker.sleep()
-                _send(self._reports, Done(self.settings.rank, number))
-            case messages.WakeUp(number):
-                worker.wake_up()
-                _send(self._reports, Done(self.settings.rank, number))
-            case messages.PreparePooling(number):
+                    _send(self._reports, Done(self.settings.rank, number, results))
+            case messages.Control(number, "prepare_pooling"):
                 threading.Thread(
                     target=self._prepare_pooling, args=(worker, number), daemon=True
                 ).start()
-            case messages.ForgetCounts():
-                worker.forget_counts()
-            case messages.Count(number):
-                load = {path: list(found) for path, found in worker.counts().expert_load.items()}
-                _send(self._reports, Counts(self.settings.rank, number, load))
+            case messages.Control(number, "counts"):
+                load = {path: list(counts) for path, counts in worker.counts().expert_load.items()}
+                _send(self._reports, Done(self.settings.rank, number, expert_load=load))
+            case messages.Control(number, method):
+                getattr(worker, method)()
+                _send(self._reports, Done(self.settings.rank, number))
 
     def _prepare_pooling(self, worker: Worker, number: int) -> None:
         """The work of a thread."""
