@@ -223,12 +223,6 @@ class EngineConfig:
         "maximum number of draft tokens per step; 0: none, or with --speculative 3 (ngram) or 1 "
         "(mtp)",
     )
-    speculative_accept: float | None = _option(
-        None,
-        "for benchmarks, with --speculative mtp: accept drafts so that each step yields this many "
-        "tokens on average (1 to 1 + speculative tokens), whatever the model computes; the text is "
-        "then NOT that of the model",
-    )
     ngram_min: int = _option(2, "minimum length of the n-gram to look up for a draft")
     ngram_max: int = _option(4, "maximum length of the n-gram to look up for a draft")
     expert_load: bool = _option(
@@ -416,15 +410,3 @@ class EngineConfig:
             object.__setattr__(self, "speculative", "ngram")
         if self.speculative is not None and not self.speculative_tokens:
             object.__setattr__(self, "speculative_tokens", SPECULATIVE_TOKENS[self.speculative])
-        if self.speculative_accept is None:
-            return
-        if self.speculative != "mtp":
-            raise ValueError(
-                "speculative_accept needs drafts in every step: set speculative to 'mtp'"
-            )
-        most = 1 + self.speculative_tokens
-        if not 1 <= self.speculative_accept <= most:
-            raise ValueError(
-                f"speculative_accept is {self.speculative_accept}, a step of "
-                f"{self.speculative_tokens} draft tokens yields 1 to {most} tokens"
-            )

@@ -7,18 +7,19 @@ from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.data_parallel import DataParallelScheduler
 from atomc.runtime.scheduling.scheduler import Scheduler
 from atomc.runtime.scheduling.snapshots import Snapshots
-from atomc.runtime.scheduling.speculative import ForcedAcceptance
 
 
 def create_scheduler(
     config: EngineConfig, limits: Limits, request_errors: RequestErrors
 ) -> Scheduler | DataParallelScheduler:
     """One for all ranks, or with data-parallel ranks one for each."""
-    ranks = [_of_rank(config, limits, request_errors) for _ in range(config.data_ranks)]
+    ranks = [_rank_scheduler(config, limits, request_errors) for _ in range(config.data_ranks)]
     return ranks[0] if len(ranks) == 1 else DataParallelScheduler(ranks, config.max_queue)
 
 
-def _of_rank(config: EngineConfig, limits: Limits, request_errors: RequestErrors) -> Scheduler:
+def _rank_scheduler(
+    config: EngineConfig, limits: Limits, request_errors: RequestErrors
+) -> Scheduler:
     size, rows = limits.capacity, limits.state_rows
     return Scheduler(
         BlockPool(
@@ -36,9 +37,6 @@ def _of_rank(config: EngineConfig, limits: Limits, request_errors: RequestErrors
         if rows is not None and rows.snapshots
         else None,
         lookahead=config.speculative_tokens - 1 if config.speculative == "mtp" else 0,
-        forced=None
-        if config.speculative_accept is None
-        else ForcedAcceptance(config.speculative_accept),
         images=limits.images,
         image_queue_bytes=config.image_queue_bytes,
     )

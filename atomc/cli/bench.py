@@ -141,6 +141,7 @@ def _add_latency(kinds: "Commands") -> None:
     add_number(parser, "--warm-up", "warm-up batches", default=1)
     _add_lengths(parser)
     _add_output(parser, plot=True)
+    _add_acceptance(parser)
     _add_engine(parser)
 
 
@@ -190,6 +191,7 @@ def _add_throughput(kinds: "Commands") -> None:
     )
     _add_prompts(parser, num_prompts=64)
     _add_output(parser, plot=True)
+    _add_acceptance(parser)
     _add_engine(parser)
 
 
@@ -303,6 +305,17 @@ def _add_output(parser: argparse.ArgumentParser, plot: bool) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
+def _add_acceptance(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--speculative-accept",
+        type=float,
+        metavar="X",
+        help="with --speculative mtp: accept drafts so that each step yields this many tokens on "
+        "average (1 to 1 + speculative tokens), whatever the model computes; the text is then NOT "
+        "that of the model",
+    )
+
+
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     from atomc.runtime.config import EngineConfig
     from atomc.runtime.server.flags import add_flags
@@ -345,9 +358,17 @@ def _config(arguments: argparse.Namespace) -> "EngineConfig":
 def _engine(arguments: argparse.Namespace) -> "Engine":
     # All prompts are queued at once, however many.
     config = replace(_config(arguments), max_queue=2**62)
+    from atomc.runtime.bench.forced_acceptance import check_acceptance, force_acceptance
+
+    accepted = arguments.speculative_accept
+    if accepted is not None:
+        check_acceptance(config, accepted)
     from atomc.runtime.engine import Engine  # imports torch: after the checks that need none
 
-    return Engine(config, progress=not arguments.quiet)
+    engine = Engine(config, progress=not arguments.quiet)
+    if accepted is not None:
+        force_acceptance(engine, accepted)
+    return engine
 
 
 def _serve_flags(arguments: argparse.Namespace) -> list[str]:

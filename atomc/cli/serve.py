@@ -57,7 +57,6 @@ FIELDS_OF_GROUP = {
         "grammar_cache_bytes",
         "speculative",
         "speculative_tokens",
-        "speculative_accept",
         "ngram_min",
         "ngram_max",
         "seed",

@@ -14,7 +14,6 @@ from atomc.runtime.scheduling.pixel_store import PixelStore
 from atomc.runtime.scheduling.prefix_sharing import PrefixSharing
 from atomc.runtime.scheduling.request_queues import RequestQueues
 from atomc.runtime.scheduling.snapshots import Snapshots
-from atomc.runtime.scheduling.speculative import ForcedAcceptance
 from atomc.runtime.scheduling.state_rows import StateRows
 from atomc.runtime.scheduling.stats import Counters
 from atomc.runtime.scheduling.step import Chunk, ScheduledStep
@@ -54,7 +53,6 @@ class Scheduler:
                     prefix is shared
     lookahead       blocks are reserved for this many tokens after those of a step, because a draft
                     model writes there
-    forced          accepts drafts, instead of their comparison with the sampled tokens
     images          None: the model takes no images
     image_queue_bytes   limit of the pixels of all requests
 
@@ -75,7 +73,6 @@ class Scheduler:
         state_rows: StateRows | None = None,
         snapshots: Snapshots | None = None,
         lookahead: int = 0,
-        forced: ForcedAcceptance | None = None,
         images: ImageLimits | None = None,
         image_queue_bytes: int = 2**62,
     ) -> None:
@@ -103,7 +100,6 @@ class Scheduler:
             max_len=self.max_len,
             can_roll_back=can_roll_back,
             state_rows=state_rows,
-            forced=forced,
         )
         self.images = ImageCache(images)
         self.pixels = PixelStore(image_queue_bytes)
@@ -402,11 +398,11 @@ class Scheduler:
         they take several steps, so that prefill is not preempted. False if there are not enough
         blocks.
         """
-        found = self.prefixes.num_cached_blocks(request)
-        computed = found * self.pool.block_size
+        num_cached = self.prefixes.num_cached_blocks(request)
+        computed = num_cached * self.pool.block_size
         now = computed + min(len(request.tokens) - computed, budget)
         ahead = self._ahead(len(request.tokens))
-        if not self.pool.admit(request.id, request.keys[:found], self._ahead(now), ahead):
+        if not self.pool.admit(request.id, request.keys[:num_cached], self._ahead(now), ahead):
             return False
         if not request.num_admissions:
             request.queue_seconds = time.monotonic() - request.queued_since
@@ -417,8 +413,8 @@ class Scheduler:
         request.num_admissions += 1
         request.admission_sent = False
         request.computed = computed
-        self.prefixes.start(request, found)
-        self.counters.snapshot_hits += self.snapshots is not None and found > 0
+        self.prefixes.start(request, num_cached)
+        self.counters.snapshot_hits += self.snapshots is not None and num_cached > 0
         return True
 
     def _preempt_for_waiting(self, pooled: bool) -> None:
@@ -442,10 +438,12 @@ class Scheduler:
     def _fits(self, request: Request) -> bool:
         if not self.queues.has_slot:
             return False
-        found = self.prefixes.num_cached_blocks(request)
-        now = min(found * self.pool.block_size + self.max_num_batched_tokens, len(request.tokens))
+        num_cached = self.prefixes.num_cached_blocks(request)
+        now = min(
+            num_cached * self.pool.block_size + self.max_num_batched_tokens, len(request.tokens)
+        )
         ahead = self._ahead(len(request.tokens))
-        return self.pool.has_room(request.keys[:found], self._ahead(now), ahead)
+        return self.pool.has_room(request.keys[:num_cached], self._ahead(now), ahead)
 
     def _ahead(self, num_tokens: int) -> int:
         """Number of tokens for which to reserve blocks, to compute the first num_tokens."""

@@ -18,6 +18,7 @@ from atomc.loading.load_plan import PARTS
 from atomc.models.experts import Experts
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
+from atomc.runtime.bench.forced_acceptance import force_acceptance
 from atomc.runtime.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.xdist_group("mtp_qwen")
@@ -237,7 +238,8 @@ def test_greedy_tokens_are_the_models_through_preemption_and_snapshots_of_prefix
 @pytest.mark.parametrize("kind", KINDS)
 def test_forced_acceptance_has_exactly_its_average(checkpoints, kind):
     """Of the steps that have a draft: after rejections in a row, one has none."""
-    one = drafting(checkpoints[kind], max_num_batched_tokens=64, speculative_accept=2.4)
+    one = drafting(checkpoints[kind], max_num_batched_tokens=64)
+    force_acceptance(one, 2.4)
     requests = [
         one.request(f"{i}", prompt_of(i, 5 + i), SamplingParams(max_tokens=61, ignore_eos=True))
         for i in range(3)

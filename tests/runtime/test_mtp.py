@@ -2,6 +2,7 @@
 are counted.
 """
 
+import json
 import random
 import re
 import shutil
@@ -18,11 +19,13 @@ from serving import COMPILED, serving
 from tiny_mtp import CONFIG, DEPTH, DRAFT, tensors_of, tiny_model, write
 from torch import nn
 
+from atomc.cli import main
 from atomc.loading import loader
 from atomc.models.experts import Experts
 from atomc.models.mtp import DraftModel
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
+from atomc.runtime.bench.forced_acceptance import check_acceptance, force_acceptance
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.execution.graphs import _uneven
 from atomc.runtime.execution.input_batch import InputBatch, StepShape
@@ -355,12 +358,18 @@ def test_the_distribution_is_kept(tmp_path, draws):
     assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
+def forced(checkpoint, average):
+    one = engine(checkpoint, speculative="mtp", speculative_tokens=3)
+    force_acceptance(one, average)
+    return one
+
+
 @pytest.mark.parametrize(
     "average",
     [1.0, 2.4, *(pytest.param(each, marks=pytest.mark.slow) for each in (1.25, 3.0, 4.0))],
 )
 def test_forced_acceptance_has_exactly_its_average(checkpoint, average):
-    one = engine(checkpoint, speculative="mtp", speculative_tokens=3, speculative_accept=average)
+    one = forced(checkpoint, average)
     requests = [
         one.request(f"{i}", prompt_of(i, 5 + i), SamplingParams(max_tokens=97, ignore_eos=True))
         for i in range(4)
@@ -383,7 +392,7 @@ def test_forced_acceptance_has_exactly_its_average(checkpoint, average):
 
 
 def test_forced_acceptance_depends_on_the_request_and_not_on_the_batch(checkpoint):
-    one = engine(checkpoint, speculative="mtp", speculative_tokens=3, speculative_accept=2.5)
+    one = forced(checkpoint, 2.5)
 
     def request(i):
         params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.5, seed=i)
@@ -396,7 +405,7 @@ def test_forced_acceptance_depends_on_the_request_and_not_on_the_batch(checkpoin
 
 
 def test_forced_acceptance_leaves_structured_output_alone(checkpoint):
-    one = engine(checkpoint, speculative="mtp", speculative_tokens=3, speculative_accept=4.0)
+    one = forced(checkpoint, 4.0)
     request = Request("a", [5], SamplingParams(structured=Structured(regex="a+")))
     request.tokens, request.draft = [5, 6], (1, 2, 3)
     assert one.scheduler.chunks.num_forced(request) is None
@@ -408,17 +417,33 @@ def test_forced_acceptance_leaves_structured_output_alone(checkpoint):
     ("settings", "message"),
     [
         ({"speculative": "eagle"}, r"speculative is 'eagle', expected one of ngram, mtp"),
-        ({"speculative_accept": 2.0}, "speculative_accept needs drafts in every step"),
-        ({"speculative_accept": 2.0, "speculative": "ngram"}, "set speculative to 'mtp'"),
+        ({}, "speculative_accept needs drafts in every step"),
+        ({"speculative": "ngram"}, "set speculative to 'mtp'"),
         (
-            {"speculative_accept": 2.4, "speculative": "mtp"},
+            {"speculative": "mtp"},
             "speculative_accept is 2.4, a step of 1 draft tokens yields 1 to 2 tokens",
         ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        EngineConfig(**settings)
+        check_acceptance(EngineConfig(**settings), 2.4)
+
+
+def test_a_benchmark_forces_the_acceptance_of_its_engine(checkpoint, tmp_path, capsys):
+    """Two steps with drafts yield five tokens, after the one of the prompt."""
+    command = [
+        "bench", "throughput", str(checkpoint), "--num-prompts", "3", "--input-len", "5",
+        "--output-len", "21", "--device", "cpu", "--dtype", "float64", "--quiet",
+        "--json", str(tmp_path / "run.json"), "--options", "glue=eager",
+        "--speculative", "mtp", "--speculative-tokens", "3",
+    ]  # fmt: skip
+    assert main([*command, "--speculative-accept", "4.5"]) == 2
+    assert "a step of 3 draft tokens yields 1 to 4 tokens" in capsys.readouterr().err
+    assert main([*command, "--speculative-accept", "2.5"]) == 0
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert written["settings"]["speculative_accept"] == 2.5
+    assert [each["output_tokens"] for each in written["requests"]] == [21] * 3
 
 
 def test_ngrams_are_meant_by_a_number_of_tokens_alone_and_each_way_has_a_default_number():
