@@ -1,11 +1,11 @@
 """Converts structured output requests to llguidance grammars, and sets llguidance's limits."""
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from atomc.files.json_types import JSONObject
-from atomc.runtime.constrained.closed_schema import close_objects
-from atomc.runtime.constrained.schema_keywords import adapt_keywords, check_num_properties
+from atomc.files.json_types import JSON, JSONObject
+from atomc.runtime.constrained.closed_schema import close_objects, walk
 from atomc.runtime.requests.sampling_params import Structured
 
 if TYPE_CHECKING:  # optional
@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # optional
 # Tokens that a text forces are found by the mask, too. llguidance would tokenize the text: added
 # tokens and Unicode normal forms make of it tokens whose bytes contradict the grammar.
 BY_MASK = '%llguidance {"no_forcing": true}'
+# Keywords of which null is a value: any JSON value is.
+ANY_VALUE = ("const", "default")
 
 
 def parser_limits() -> "LLParserLimits":
@@ -31,10 +33,10 @@ def source(structured: Structured) -> tuple[str, str]:
     from llguidance import LLMatcher as of
 
     if structured.regex is not None:
-        return "regex", _by_mask(of.grammar_from_regex(structured.regex))
+        return "regex", _unforced(of.grammar_from_regex(structured.regex))
     if structured.choice is not None:
         regex = "|".join(map(_literal, structured.choice))
-        return "choice", _by_mask(of.grammar_from_regex(regex))
+        return "choice", _unforced(of.grammar_from_regex(regex))
     if structured.grammar is not None:
         is_lark = not structured.grammar.lstrip().startswith("{")
         return "grammar", f"{structured.grammar}\n{BY_MASK}" if is_lark else structured.grammar
@@ -53,10 +55,10 @@ def _schema_grammar(structured: Structured) -> str:
         raise ValueError(f"json_schema is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise ValueError(f"json_schema is {schema!r:.100}, expected an object")
-    adapt_keywords(schema, _knows_format)
+    _adapt_keywords(schema, _knows_format)
     if not structured.additional_properties:
         close_objects(schema)
-    check_num_properties(schema)
+    _check_num_properties(schema)
     try:
         return _json_grammar(schema)
     except ValueError as error:  # such as a lone surrogate
@@ -70,10 +72,10 @@ def _json_grammar(schema: JSONObject) -> str:
     from llguidance import LLMatcher
 
     grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
-    return _by_mask(grammar)
+    return _unforced(grammar)
 
 
-def _by_mask(grammar: str) -> str:
+def _unforced(grammar: str) -> str:
     """The grammar, in llguidance's JSON form, with the option BY_MASK."""
     (grammar_fields,) = json.loads(grammar)["grammars"]
     start = {"lark_grammar": f"{BY_MASK}\nstart: @root"}
@@ -90,3 +92,40 @@ def _knows_format(name: str) -> bool:
 def _literal(text: str) -> str:
     """A regular expression that matches this text."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _adapt_keywords(schema: JSONObject, knows_format: Callable[[str], bool]) -> None:
+    """Remove from each schema, in place, null, which some clients send for a keyword that is not
+    set, and the formats that llguidance does not know: a format is an annotation.
+    """
+    for node in list(walk(schema)):
+        for name, value in list(node.items()):
+            unset = value is None and name not in ANY_VALUE
+            if unset or (name == "format" and isinstance(value, str) and not knows_format(value)):
+                del node[name]
+
+
+def _check_num_properties(schema: JSONObject) -> None:
+    """Raises ValueError for an object that could have fewer properties than minProperties:
+    llguidance counts a name that the output repeats twice, unless the schema names it.
+    """
+    for node in walk(schema):
+        least, required = node.get("minProperties"), node.get("required")
+        if not isinstance(least, int) or not _has_unnamed(node):
+            continue
+        names = {name for name in _items(required) if isinstance(name, str)}
+        if least > len(names) + 1:
+            raise ValueError(
+                f"json_schema: minProperties is {least}, expected at most {len(names) + 1} (one "
+                "more than the required properties) in an object whose other properties are not "
+                "named in `properties`"
+            )
+
+
+def _has_unnamed(node: JSONObject) -> bool:
+    """Whether an object may have properties that the schema does not name."""
+    return bool(node.get("patternProperties")) or node.get("additionalProperties") is not False
+
+
+def _items(value: JSON) -> list[JSON]:
+    return value if isinstance(value, list) else []

@@ -1,8 +1,11 @@
-"""The block groups of a model with layers in several stages: the scheduler knows all of them."""
+"""What ranks must agree on before the caches are allocated: block groups, of which each stage has
+some and the scheduler knows all, and sizes, which are the smallest of all ranks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import distributed
 
 from atomc.ops.state import StateSpec, groups_of
@@ -27,15 +30,15 @@ class BlockGroups:
         windows = tuple(group.window for group in groups_of(specs))
         if not in_stages:
             return cls(windows, tuple(range(len(windows))))
-        found: list[tuple[tuple[int, ...], bool]] = [((), False)] * distributed.get_world_size()
+        kinds: list[tuple[tuple[int, ...], bool]] = [((), False)] * distributed.get_world_size()
         per_sequence = any(spec.per_sequence for spec in specs)
-        distributed.all_gather_object(found, (windows, per_sequence))
-        if len({has for _, has in found}) > 1:
+        distributed.all_gather_object(kinds, (windows, per_sequence))
+        if len({has for _, has in kinds}) > 1:
             raise ValueError(
                 "layers with state per sequence are in some stages only: choose a pp with which "
                 "each stage has such a layer"
             )
-        every = tuple(sorted({window for of_rank, _ in found for window in of_rank}))
+        every = tuple(sorted({window for of_rank, _ in kinds for window in of_rank}))
         return cls(every, tuple(every.index(window) for window in windows))
 
     def whole(self, size: Capacity) -> Capacity:
@@ -58,3 +61,22 @@ class BlockGroups:
                 for chunk in step.chunks
             )
         )
+
+
+def minimum(values: Sequence[int], ranks: int, device: torch.device) -> list[int]:
+    """The smallest of each value over all ranks, which must all call this; with one rank, the
+    values. The ranks are the default process group.
+    """
+    if ranks == 1:
+        return list(values)
+    shared = torch.tensor(values, dtype=torch.int64, device=device)
+    distributed.all_reduce(shared, distributed.ReduceOp.MIN)
+    return [int(value) for value in shared.tolist()]
+
+
+def smallest(size: Capacity, ranks: int, device: torch.device) -> Capacity:
+    """What all ranks have memory for."""
+    *num_blocks, block_size, max_model_len, snapshots = minimum(
+        [*size.num_blocks, size.block_size, size.max_model_len, size.snapshots], ranks, device
+    )
+    return Capacity(tuple(num_blocks), block_size, max_model_len, snapshots)

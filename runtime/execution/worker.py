@@ -12,7 +12,7 @@ from atomc.options import Options
 from atomc.parallel.process_group import Place
 from atomc.program import Program
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.execution.block_groups import BlockGroups
+from atomc.runtime.execution.block_groups import BlockGroups, minimum, smallest
 from atomc.runtime.execution.capacity import (
     GRAPH_SHARE,
     Capacity,
@@ -20,7 +20,6 @@ from atomc.runtime.execution.capacity import (
     check_free,
     free_memory,
 )
-from atomc.runtime.execution.collective_min import minimum, smallest
 from atomc.runtime.execution.compile_programs import ProgramCompiler
 from atomc.runtime.execution.executor import Limits, Result, StepCounts
 from atomc.runtime.execution.expert_load import ExpertLoad, expert_counts, rows_of_experts

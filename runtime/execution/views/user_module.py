@@ -75,9 +75,9 @@ class UserModule:
         """Whether parameters or buffers were written since the last call, by in-place operations.
         Raises RunError if the module has other parameters than `remember` found.
         """
-        known = set(map(id, self._parameters))
+        compiled_ids = set(map(id, self._parameters))
         for name, parameter in self._module.named_parameters():
-            if id(parameter) not in known:
+            if id(parameter) not in compiled_ids:
                 raise RunError(
                     f"{name} is another parameter than the one that was compiled "
                     "(load_state_dict(assign=True), an adapter): compile again"
