@@ -18,10 +18,10 @@ def refuse_tokens(request: Request, vocab_size: int | None) -> None:
     allowed, least = request.params.allowed_token_ids, request.params.min_tokens
     possible = range(vocab_size) if allowed is None else allowed
     if least and request.banned.issuperset(possible):
-        whole = "the whole vocabulary" if allowed is None else "all of allowed_token_ids"
+        excluded = "the whole vocabulary" if allowed is None else "all of allowed_token_ids"
         raise ValueError(
-            f"min_tokens is {least}, but stop_token_ids and end-of-sequence tokens are {whole}: no "
-            "token may be sampled; lower min_tokens"
+            f"min_tokens is {least}, but stop_token_ids and end-of-sequence tokens are {excluded}: "
+            "no token may be sampled; lower min_tokens"
         )
 
 

@@ -275,11 +275,11 @@ class Engine:
         """Abort a request; False if the id is unknown (it may just have finished). It has no
         further output.
         """
-        found = self.scheduler.abort(request_id)
+        aborted = self.scheduler.abort(request_id)
         self._outputs = [one for one in self._outputs if one.request_id != request_id]
-        if found:
+        if aborted:
             self._forget(request_id)
-        return found
+        return aborted
 
     @property
     def has_work(self) -> bool:
@@ -343,10 +343,10 @@ class Engine:
         for request in requests:
             self.refuse(request)
         ids = {request.id for request in requests}
-        found: dict[str, list[float]] = {}
+        embeddings: dict[str, list[float]] = {}
         waiting = requests.copy()
         try:
-            while len(found) < len(requests):
+            while len(embeddings) < len(requests):
                 while waiting and len(self.scheduler.waiting) < self.config.max_queue:
                     self.add(waiting.pop(0))
                 outputs = self.step()
@@ -355,11 +355,11 @@ class Engine:
                     if output.request_id in ids:
                         if output.error is not None:
                             raise RequestFailed(output.error)
-                        found[output.request_id] = list(output.embedding or ())
+                        embeddings[output.request_id] = list(output.embedding or ())
         finally:
             for request in requests:
                 self.abort(request.id)
-        return [found[request.id] for request in requests]
+        return [embeddings[request.id] for request in requests]
 
     @property
     def can_pool(self) -> bool:
@@ -427,7 +427,7 @@ class Engine:
             if result.error is not None and request.finish_reason is None:
                 self.request_errors.failed.setdefault(request.id, result.error)
         failed = self._failed_outputs()
-        found = {
+        unfinished = {
             request.id: result
             for request, result in zip(requests, results, strict=True)
             if request.finish_reason is None
@@ -441,14 +441,16 @@ class Engine:
             ],
         )
         self._in_flight.popleft()  # not before: what raises above leaves it to the next call
-        for name, result in found.items():
+        for name, result in unfinished.items():
             if result.scores:
                 self._state(name).scores.extend(result.scores)
             if result.draft:
                 self._state(name).draft = result.draft
-        return failed + [self._with_results(output, found[output.request_id]) for output in outputs]
+        return failed + [
+            self._completed(output, unfinished[output.request_id]) for output in outputs
+        ]
 
-    def _with_results(self, output: Output, result: Result) -> Output:
+    def _completed(self, output: Output, result: Result) -> Output:
         """The scheduler's output with log-probabilities and embedding; checks its tokens against
         the grammar.
         """

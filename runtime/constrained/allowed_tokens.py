@@ -25,9 +25,9 @@ def bad_word_tokens(
     """The token ids of each word; of a text with and without a space before it. Raises ValueError
     for a text without a tokenizer, and for text that is not valid Unicode.
     """
-    given = list(words)
-    found = [word for word in given if not isinstance(word, str)]
-    texts = [word.lstrip() for word in given if isinstance(word, str)]
+    listed = list(words)
+    tokenized = [word for word in listed if not isinstance(word, str)]
+    texts = [word.lstrip() for word in listed if isinstance(word, str)]
     if texts and tokenizer is None:
         raise ValueError(
             f"bad_words has the text {texts[0][:40]!r}, but the model has no tokenizer: pass lists "
@@ -36,8 +36,8 @@ def bad_word_tokens(
     if texts and tokenizer is not None:
         spelled = (prefix + text for text in texts for prefix in ("", " "))
         ids = (encode(tokenizer, text, add_special_tokens=False) for text in spelled)
-        found += [tuple(tokens) for tokens in ids if tokens]
-    return tuple(dict.fromkeys(found))
+        tokenized += [tuple(tokens) for tokens in ids if tokens]
+    return tuple(dict.fromkeys(tokenized))
 
 
 class AllowedTokens:

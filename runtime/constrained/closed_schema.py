@@ -106,12 +106,12 @@ def _applied_together(roots: Iterable[JSONObject], references: "References") -> 
     to the same value.
     """
     waiting = deque(Applied(root, frozenset()) for root in roots)
-    found: set[int] = set()
+    seen: set[int] = set()
     while waiting:
         node, choices = waiting.popleft()
-        if id(node) in found:
+        if id(node) in seen:
             continue
-        found.add(id(node))
+        seen.add(id(node))
         yield Applied(node, choices)
         parts = [node.get(name) for name in CONDITIONS] + _items(node.get("allOf"))
         parts += _values(node.get("dependentSchemas"))
@@ -148,9 +148,9 @@ def _combined_parts(applied: Sequence[Applied]) -> Iterator[list[JSONObject]]:
 
 def _together(parts: Sequence[tuple[Applied, list[JSONObject]]]) -> Iterator[list[JSONObject]]:
     """All parts, if those of two schemas may apply together."""
-    pairs = combinations([each for each, found in parts if found], 2)
+    pairs = combinations([each for each, values in parts if values], 2)
     if any(not one.excludes(other) for one, other in pairs):
-        yield [part for _, found in parts for part in found]
+        yield [part for _, values in parts for part in values]
 
 
 def _has_patterns(node: JSONObject) -> bool:
@@ -160,14 +160,14 @@ def _has_patterns(node: JSONObject) -> bool:
 
 def _schemas_of(node: JSONObject, keys: Iterable[str]) -> list[JSONObject]:
     """The schemas for parts of a value under these keywords."""
-    found: list[JSON] = []
+    values: list[JSON] = []
     for key in keys:
         value = node.get(key)
         if key in NAMING:
-            found += _values(value)
+            values += _values(value)
         else:
-            found += value if isinstance(value, list) else [value]
-    return [each for each in found if isinstance(each, dict)]
+            values += value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, dict)]
 
 
 class References:

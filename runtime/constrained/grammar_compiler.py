@@ -87,7 +87,7 @@ class GrammarCompiler:
         self.vocab_size = max(vocab_size, inner.get_vocab_size())
         self.cache_bytes = cache_bytes
         self._library = llguidance
-        text = _with_text_tokens(inner)
+        text = _tokenizer_json(inner)
         self._validator = GrammarValidator(
             text, self.vocab_size, eos_ids, seconds=seconds, memory=COMPILE_MEMORY_BYTES
         )
@@ -119,9 +119,9 @@ class GrammarCompiler:
     def compile(self, structured: Structured) -> "CompiledGrammar":
         """Raises ValueError with the reason if the grammar cannot be compiled within the limits."""
         with self._lock:
-            if (found := self._live.get(structured)) is not None:
-                self._mark_used(structured, found)
-                return found
+            if (live := self._live.get(structured)) is not None:
+                self._mark_used(structured, live)
+                return live
             if (refused := self._refused.get(structured)) is not None:
                 raise ValueError(refused)
         try:
@@ -252,7 +252,7 @@ class GrammarMatcher:
             raise ValueError(f"cannot roll back {num_tokens} tokens: fewer were accepted")
 
 
-def _with_text_tokens(tokenizer: Any) -> str:
+def _tokenizer_json(tokenizer: Any) -> str:
     """The tokenizer as JSON, with the added tokens that are text, such as <think>, in its
     vocabulary: llguidance allows no added token in the form <...> in a text.
     """

@@ -63,7 +63,7 @@ def capacity(
     Raises ValueError if a sequence of max_model_len tokens does not fit.
     """
     rows = StateRows(max_num_seqs, rewinds)
-    room, snapshots = _after_sequences(
+    room, snapshots = _left_for_blocks(
         kv_bytes or max(available - image_bytes, 0),
         rows,
         bytes_per_sequence,
@@ -99,7 +99,7 @@ def capacity(
     return Capacity(tuple(counts), block_size, length, snapshots)
 
 
-def _after_sequences(
+def _left_for_blocks(
     room: int, rows: StateRows, bytes_per_sequence: int, snapshots: int | None, *, sized: bool
 ) -> tuple[int, int]:
     """Bytes left for blocks after per-sequence state, and the number of snapshots.
@@ -115,9 +115,9 @@ def _after_sequences(
     left -= snapshots * bytes_per_sequence
     if left < 0 and not sized:
         twice = ", twice because of drafts," if rows.rewinds else ""
-        kept = f" and {snapshots} snapshots" if snapshots else ""
+        snapshots_part = f" and {snapshots} snapshots" if snapshots else ""
         raise ValueError(
-            f"the state of {rows.slots} sequences{twice}{kept} takes {room - left} bytes "
+            f"the state of {rows.slots} sequences{twice}{snapshots_part} takes {room - left} bytes "
             f"({bytes_per_sequence} each), and "
             f"there is room for {room}: lower max_num_seqs"
             f"{' or state_snapshots' if snapshots else ''}, or raise gpu_memory_utilization or "
@@ -144,9 +144,11 @@ def max_blocks_per_sequence(
     length: int, window: int, block_size: int, max_num_batched_tokens: int
 ) -> int:
     """Blocks that a sequence of this length uses at most in a group with this window."""
-    whole = -(-length // block_size)
+    blocks = -(-length // block_size)
     return (
-        min(whole, -(-(window + 2 * max_num_batched_tokens) // block_size) + 2) if window else whole
+        min(blocks, -(-(window + 2 * max_num_batched_tokens) // block_size) + 2)
+        if window
+        else blocks
     )
 
 
@@ -166,8 +168,8 @@ def _useful_blocks(
 
 def _max_blocks(counts: Sequence[int], groups: Sequence[tuple[int, int]]) -> int:
     """Blocks of the longest sequence that fits: groups without a window hold all its tokens."""
-    whole = [count for count, (_, window) in zip(counts, groups, strict=True) if not window]
-    return min(whole or [max(counts)])
+    unwindowed = [count for count, (_, window) in zip(counts, groups, strict=True) if not window]
+    return min(unwindowed or [max(counts)])
 
 
 def _equal_shares(room: int, groups: Sequence[tuple[int, int]], most: Sequence[int]) -> list[int]:

@@ -109,7 +109,7 @@ class ProgramCompiler:
             module,
             options,
             owned=self.owned,
-            before_free=self._before_free,
+            before_free=self._record_own_forward,
             takes=self._takes,
         )
         steps, report, encoder, adapters = {"text": main}, main.report, None, None
@@ -217,10 +217,12 @@ class ProgramCompiler:
         self._own_forward = None
         runner.bind()
 
-    def _before_free(self, key: str | None, specs: Sequence[StateSpec], report: Report) -> None:
+    def _record_own_forward(
+        self, key: str | None, specs: Sequence[StateSpec], report: Report
+    ) -> None:
         """Compute what the self check needs of weights that are going to be freed."""
         if self._checks_itself and isinstance(self.module, StockModel):
-            self._own_forward = self_check.before_free(
+            self._own_forward = self_check.record_own_forward(
                 self.module, self._options, key, specs, report, apart=self._apart
             )
 

@@ -57,19 +57,19 @@ class StepOutputs:
 
     def _wait(self) -> "_HostResults":
         arrived = iter(self.sent.wait() if self.sent is not None else ())
-        found = _HostResults()
+        results = _HostResults()
         if self.pooled:
-            found.pooled = dict(zip(self.pooled, next(arrived).tolist(), strict=True))
+            results.pooled = dict(zip(self.pooled, next(arrived).tolist(), strict=True))
         if self.sampled is not None:
-            found.tokens, found.max_logits = next(arrived).tolist(), next(arrived).tolist()
+            results.tokens, results.max_logits = next(arrived).tolist(), next(arrived).tolist()
             if self.sampled.logprobs is not None:
-                found.logprobs = dict(
+                results.logprobs = dict(
                     zip(self.sampled.rows, self.sampled.logprobs.rows(next(arrived)), strict=True)
                 )
         if self.drafts is not None:
-            found.drafts = self.drafts.wait()[0].tolist()
-        found.scores = {i: scores.rows(next(arrived)) for i, scores in self.scores.items()}
-        return found
+            results.drafts = self.drafts.wait()[0].tolist()
+        results.scores = {i: scores.rows(next(arrived)) for i, scores in self.scores.items()}
+        return results
 
 
 @dataclass
@@ -237,8 +237,8 @@ class OutputProcessor:
                 failed.append((state, its))
         if not failed or len(failed) == num_requests > 1:
             raise error
-        for state, found in failed:
-            state.fail("sampling its next token", found)
+        for state, reason in failed:
+            state.fail("sampling its next token", reason)
 
     def pool(self, outputs: StepOutputs, hidden: Tensor) -> None:
         """Pool hidden states [R, D] of prompts that end in this step, and start the copy to the
@@ -267,13 +267,13 @@ def _only_largest(outputs: StepOutputs) -> bool:
 
 def _force(step: ScheduledStep, tokens: Tensor) -> None:
     """Replace sampled tokens by the draft tokens that are to be accepted in any case."""
-    found: list[tuple[int, int]] = []
+    accepted_rows: list[tuple[int, int]] = []
     row = 0
     for chunk in step.chunks:
-        found += enumerate(chunk.draft[: chunk.accept or 0], row)
+        accepted_rows += enumerate(chunk.draft[: chunk.accept or 0], row)
         row += chunk.num_samples
-    if found:
-        rows, forced = pack_to_device(tokens.device, found)[..., 0].long()
+    if accepted_rows:
+        rows, forced = pack_to_device(tokens.device, accepted_rows)[..., 0].long()
         tokens[rows] = forced
 
 

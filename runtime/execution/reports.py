@@ -25,9 +25,9 @@ def compare_reports(report: ReportData, stage: int = 0) -> None:
     if len(set(digests)) == len({stage for stage, _ in digests}):
         report.notes.append(f"all {len(digests)} ranks compiled the same: this report is of each")
         return
-    found: list[Lines] = [()] * len(digests)
-    distributed.all_gather_object(found, lines)
-    for note in differences([stage for stage, _ in digests], found):
+    lines_of_ranks: list[Lines] = [()] * len(digests)
+    distributed.all_gather_object(lines_of_ranks, lines)
+    for note in differences([stage for stage, _ in digests], lines_of_ranks):
         report.notes.append(note)
         log.error("%s", note)
 
@@ -49,16 +49,16 @@ def what_runs(report: ReportData) -> Lines:
     )
 
 
-def differences(stages: list[int], found: list[Lines]) -> list[str]:
+def differences(stages: list[int], lines_of_ranks: list[Lines]) -> list[str]:
     """A sentence for each rank that differs from the first one of its stage."""
     notes = []
-    for rank, (stage, lines) in enumerate(zip(stages, found, strict=True)):
+    for rank, (stage, lines) in enumerate(zip(stages, lines_of_ranks, strict=True)):
         first = stages.index(stage)
-        if lines == found[first]:
+        if lines == lines_of_ranks[first]:
             continue
         here, there = next(
             pair
-            for pair in zip_longest(lines, found[first], fillvalue="nothing")
+            for pair in zip_longest(lines, lines_of_ranks[first], fillvalue="nothing")
             if len(set(pair)) > 1
         )
         notes.append(

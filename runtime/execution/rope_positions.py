@@ -31,17 +31,17 @@ class RopePositions:
             if chunk.admission is not None:
                 self._admit(chunk.slot, chunk.admission)
         slots = np.array([chunk.slot for chunk in chunks], np.int64)
-        found: Array = np.tile(indices + np.repeat(self.deltas[slots], np.diff(bounds)), (3, 1))
+        positions: Array = np.tile(indices + np.repeat(self.deltas[slots], np.diff(bounds)), (3, 1))
         if self._of_prompts:
             for chunk, row in zip(chunks, bounds.tolist(), strict=False):
-                known = self._of_prompts.get(chunk.slot)
-                if known is None:
+                prompt_positions = self._of_prompts.get(chunk.slot)
+                if prompt_positions is None:
                     continue
-                part = known[:, chunk.start : chunk.end]
-                found[:, row : row + part.shape[1]] = part
+                part = prompt_positions[:, chunk.start : chunk.end]
+                positions[:, row : row + part.shape[1]] = part
                 if not part.size:  # generated tokens: an earlier step had the whole prompt
                     del self._of_prompts[chunk.slot]
-        return found
+        return positions
 
     def _admit(self, slot: int, request: Admission) -> None:
         self._of_prompts.pop(slot, None)

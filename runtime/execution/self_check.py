@@ -101,7 +101,7 @@ class OwnForward:
     why_not: str = ""
 
 
-def before_free(
+def record_own_forward(
     model: StockModel,
     options: Options,
     key: str | None,
@@ -138,8 +138,8 @@ def self_check(
 
     columns   of the block tables of later steps: with the same number here, kernels are compiled
               once for both
-    own       from before_free; None: computed here
-    apart     as in before_free. All logits are compared, so that all ranks have the same verdict
+    own       from record_own_forward; None: computed here
+    apart     as in record_own_forward. All logits are compared: all ranks have the same verdict
 
     A successful check is stored in the cache of compiled graphs. Binds the program to other caches.
     Raises ValueError if the logits differ by more than rounding.
@@ -147,8 +147,8 @@ def self_check(
     name = type(model.hf_model).__name__
     start = time.perf_counter()
     entry = _entry(model, program.key, options)
-    known = _read(entry) if entry is not None else None
-    verdict = known or verdict_of(model, program, columns=columns, own=own, apart=apart)
+    stored = _read(entry) if entry is not None else None
+    verdict = stored or verdict_of(model, program, columns=columns, own=own, apart=apart)
     if verdict.why_not:
         program.report.notes.append(f"no self-check: {verdict.why_not}")
         return
@@ -160,9 +160,9 @@ def self_check(
             f"{verdict.limit:.1e}{_reason(model.hf_model)}; use another class, or "
             "--no-self-check (self_check=False) to run it nevertheless"
         )
-    if entry is not None and known is None:
+    if entry is not None and stored is None:
         _keep(entry, verdict)
-    when = "at an earlier start" if known else f"in {time.perf_counter() - start:.2f} s"
+    when = "at an earlier start" if stored else f"in {time.perf_counter() - start:.2f} s"
     program.report.notes.append(
         f"self-check {when}: as {name}'s own forward; logits differ by {verdict.numbers()} of "
         f"their spread, up to {verdict.limit:.1e} is rounding"
@@ -201,10 +201,10 @@ def _entry(model: StockModel, key: str | None, options: Options) -> Entry[_Verdi
 
 def _read(entry: Entry[_VerdictData]) -> Verdict | None:
     try:
-        found = entry.read()
+        fields = entry.read()
     except (OSError, DamagedEntry):
         return None
-    return None if found is None else Verdict(tuple(found["errors"]), found["limit"])
+    return None if fields is None else Verdict(tuple(fields["errors"]), fields["limit"])
 
 
 def _keep(entry: Entry[_VerdictData], verdict: Verdict) -> None:
@@ -260,11 +260,11 @@ def verdict_of(
     for kind, number, first, logits in _ragged(program, own.sequences, columns):
         for row, out in enumerate(_whole(logits, apart)):
             errors.setdefault(kind, []).append(difference(out, own.logits[number][first + row]))
-    found = tuple((kind, agreed(each)) for kind, each in errors.items())
+    largest_errors = tuple((kind, agreed(each)) for kind, each in errors.items())
     noise = _noise(program.specs, program.device)
     in_8_bits = program.dtype not in ROUNDING or _multiplies_codes_by_head(program.report)
     limit = max(ROOM * noise, IN_8_BITS) if in_8_bits else ROOM * noise
-    verdict = Verdict(found, limit)
+    verdict = Verdict(largest_errors, limit)
     if verdict.right:
         return verdict
     change = own.change
@@ -274,7 +274,7 @@ def verdict_of(
         return Verdict(
             why_not=f"a rounding changes the logits of the class's own forward by {change:.1e}"
         )
-    return Verdict(found, max(limit, ABOVE_OWN * change))
+    return Verdict(largest_errors, max(limit, ABOVE_OWN * change))
 
 
 def _multiplies_codes_by_head(report: Report) -> bool:
@@ -307,13 +307,13 @@ def _own_noise(
 
     hook = model.hf_model.get_input_embeddings().register_forward_hook(disturb)
     try:
-        found = _own_logits(model, report, own.sequences, apart)
+        quantized_logits = _own_logits(model, report, own.sequences, apart)
     finally:
         hook.remove()
     return agreed(
         [
             difference(row, other)
-            for out, expected in zip(found, own.logits, strict=True)
+            for out, expected in zip(quantized_logits, own.logits, strict=True)
             for row, other in zip(out, expected, strict=True)
         ]
     )
@@ -384,7 +384,7 @@ def _rows_of_latents(model: StockModel, report: Report) -> Iterator[None]:
     """Do not quantize what a quantized kv_b_proj multiplies where the program does not."""
     layers = dict(model.named_modules())
     paths = {each.module_path for each in report.kernels if Kind.WEIGHT in REGISTRY[each.op].kind}
-    found = [
+    layers_of_latents = [
         layer
         for path in paths
         if isinstance(layer := layers.get(f"{path}.kv_b_proj"), QuantizedLinear)
@@ -393,12 +393,12 @@ def _rows_of_latents(model: StockModel, report: Report) -> Iterator[None]:
     def plain(layer: QuantizedLinear, x: Tensor) -> Tensor:
         return nn.functional.linear(x, layer.dequantized().to(x.dtype))
 
-    for layer in found:
+    for layer in layers_of_latents:
         layer.__dict__["forward"] = partial(plain, layer)
     try:
         yield
     finally:
-        for layer in found:
+        for layer in layers_of_latents:
             del layer.__dict__["forward"]
 
 

@@ -6,7 +6,7 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 
 from atomc.runtime.requests.request_counts import RequestCounts
-from atomc.runtime.requests.request_errors import RequestError, to_request_error
+from atomc.runtime.requests.request_errors import RequestError, wrap_error
 from atomc.runtime.requests.sample_spec import GREEDY, SampleSpec
 from atomc.runtime.sampling.token_counts import TokenCounts
 from atomc.runtime.scheduling.step import Admission, Chunk, ScheduledStep
@@ -46,7 +46,7 @@ class SlotState:
 
     def run(self, doing: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """What `work` returns; None if it raised, which fails the request. doing: as in
-        `to_request_error`.
+        `wrap_error`.
         """
         try:
             return work(*args, **kwargs)
@@ -56,8 +56,8 @@ class SlotState:
 
     def fail(self, doing: str, error: BaseException) -> None:
         """Raises the error itself if it is not recoverable."""
-        found = to_request_error(self.request_id, doing, error)
-        self.error = self.error or found
+        failure = wrap_error(self.request_id, doing, error)
+        self.error = self.error or failure
 
 
 class Slots:
@@ -91,8 +91,8 @@ class Slots:
             f"slot {chunk.slot} belongs to {state.request_id}, not {chunk.request_id}"
         )
         if state.counts is not None and not state.counts.length:
-            known = len(chunk.tokens) - len(chunk.draft)
-            state.counts.tokens[chunk.start :] = chunk.tokens[:known]
+            num_known = len(chunk.tokens) - len(chunk.draft)
+            state.counts.tokens[chunk.start :] = chunk.tokens[:num_known]
         return state
 
 

@@ -28,8 +28,8 @@ def choose(asked: int | None, *, spare: int = 0, processes: int = 1) -> Threads:
     """
     if asked is not None:
         return Threads(asked, "as threads says")
-    if (given := openmp_threads()) is not None:
-        return Threads(given, "as OMP_NUM_THREADS says; threads changes it")
+    if (from_environment := openmp_threads()) is not None:
+        return Threads(from_environment, "as OMP_NUM_THREADS says; threads changes it")
     cores = usable_cores()
     used = max(cores - spare, 2) if cores > 2 else cores
     count = max(used // processes, 1)

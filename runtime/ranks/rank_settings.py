@@ -47,6 +47,6 @@ class RankSettings:
 
     @classmethod
     def read(cls, file: IO[bytes]) -> "RankSettings":
-        found = pickle.load(file)
-        assert isinstance(found, cls)
-        return found
+        settings = pickle.load(file)
+        assert isinstance(settings, cls)
+        return settings

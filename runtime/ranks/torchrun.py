@@ -116,14 +116,14 @@ class TorchrunLauncher:
 
 def _answers(store: Store, offer: str, ranks: Sequence[int]) -> dict[int, Any]:
     """What the ranks answer to an offer. Logs which ones are missing while it waits."""
-    began = told = time.monotonic()
+    began = said_at = time.monotonic()
     while missing := [rank for rank in ranks if not store.check([f"{offer}/answer/{rank}"])]:
-        if time.monotonic() - told > TELL_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - said_at > TELL_SECONDS:
+            said_at = time.monotonic()
             log.warning(
                 "rank 0 has waited %.0f s for rank %s: was torchrun started on all hosts, and did "
                 "these ranks end with an error there?",
-                told - began,
+                said_at - began,
                 ", ".join(map(str, missing)),
             )
         time.sleep(POLL_SECONDS)
@@ -184,10 +184,10 @@ def settings_from_rank_0(config: EngineConfig, place: TorchrunPlace) -> RankSett
         raise OSError("rank 0 ended before it started this rank") from error
     if reason:
         raise ValueError(reason)
-    own = offer["ranks"][str(place.rank)]
-    threads = own.pop("threads")
+    fields = offer["ranks"][str(place.rank)]
+    threads = fields.pop("threads")
     config = replace(config, device=_device(config, place), threads=threads)
-    return RankSettings(rank=place.rank, config=config, torch=TorchSettings.current(), **own)
+    return RankSettings(rank=place.rank, config=config, torch=TorchSettings.current(), **fields)
 
 
 def _store(place: TorchrunPlace) -> Store:
@@ -214,12 +214,12 @@ def _comparable(config: EngineConfig) -> dict[str, str]:
     }
 
 
-def _why_refused(rank: int, found: Mapping[str, str], config: EngineConfig) -> str:
+def _why_refused(rank: int, settings: Mapping[str, str], config: EngineConfig) -> str:
     """Empty if the rank was started with the settings of rank 0."""
     expected = _comparable(config)
     differ = [
-        f"{name} {found.get(name)} instead of {expected.get(name)}"
-        for name in sorted(found.keys() | expected.keys())
-        if found.get(name) != expected.get(name)
+        f"{name} {settings.get(name)} instead of {expected.get(name)}"
+        for name in sorted(settings.keys() | expected.keys())
+        if settings.get(name) != expected.get(name)
     ]
     return f"rank {rank} was started with {', '.join(differ)}" if differ else ""

@@ -41,7 +41,7 @@ def is_recoverable(error: BaseException) -> bool:
     return not device_failed(error) and is_failure(error)
 
 
-def to_request_error(request_id: str, doing: str, error: BaseException) -> RequestError:
+def wrap_error(request_id: str, doing: str, error: BaseException) -> RequestError:
     """The RequestError for this exception, which is logged. Re-raises one that is not recoverable.
 
     doing   completes "the engine failed while ..."
@@ -49,14 +49,14 @@ def to_request_error(request_id: str, doing: str, error: BaseException) -> Reque
     if not is_recoverable(error):
         raise error
     if isinstance(error, RequestFailed):
-        found = error.error
+        request_error = error.error
         log.log(
-            logging.INFO if found.by_client else logging.ERROR,
+            logging.INFO if request_error.by_client else logging.ERROR,
             "request %s failed: %s",
             request_id,
-            found.message,
+            request_error.message,
         )
-        return found
+        return request_error
     if isinstance(error, TokenizerError):
         log.error("request %s failed while %s: %s", request_id, doing, error)
         return RequestError(str(error))
@@ -85,7 +85,7 @@ class RequestErrors:
 
     def fail(self, request_id: str, doing: str, error: BaseException) -> None:
         """Fail the request with this error. Raises the error itself unless it is recoverable."""
-        self.failed.setdefault(request_id, to_request_error(request_id, doing, error))
+        self.failed.setdefault(request_id, wrap_error(request_id, doing, error))
 
     def take(self) -> dict[str, RequestError]:
         """Errors since the last call, by request id."""

@@ -45,15 +45,15 @@ class Structured:
                 raise ValueError(
                     f"choice is {list(self.choice)}, expected at least one text and no empty text"
                 )
-        given = [
+        set_fields = [
             name
             for name in ("json_schema", "regex", "choice", "grammar")
             if getattr(self, name) is not None
         ]
-        given += ["json_object"] * self.json_object
-        if len(given) != 1:
+        set_fields += ["json_object"] * self.json_object
+        if len(set_fields) != 1:
             raise ValueError(
-                f"structured output has {' and '.join(given) or 'nothing'}, expected exactly "
+                f"structured output has {' and '.join(set_fields) or 'nothing'}, expected exactly "
                 "one of "
                 "json_schema, json_object, regex, choice and grammar"
             )
@@ -254,12 +254,12 @@ class SamplingParams:
     @cached_property
     def constraints(self) -> tuple[str, ...]:
         """The parameters because of which some tokens must not be sampled."""
-        given = {
+        is_set = {
             "structured output": self.structured is not None,
             "allowed_token_ids": self.allowed_token_ids is not None,
             "bad_words": bool(self.bad_words),
         }
-        return tuple(name for name, is_given in given.items() if is_given)
+        return tuple(name for name, is_given in is_set.items() if is_given)
 
     @cached_property
     def only_largest(self) -> bool:

@@ -41,7 +41,7 @@ def inverse_transform(
     """
     random = [i for i, of in enumerate(params) if of.temperature > 0]
     if logits.device.type == "cuda" and random:
-        return _on_gpu(logits, params, numbers)
+        return _draw_on_gpu(logits, params, numbers)
     # On a CPU, argmax takes ten times as long as max.
     largest, tokens = logits.max(-1)
     if not random:
@@ -56,7 +56,7 @@ def inverse_transform(
     return tokens, largest
 
 
-def _on_gpu(
+def _draw_on_gpu(
     logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]
 ) -> tuple[Tensor, Tensor]:
     """As inverse_transform, in one kernel."""
@@ -92,9 +92,11 @@ def _sample_rows(
     scaled.sub_(scaled.amax(-1, keepdim=True)).div_(temperature.float())
     # exp(-64) counts as 0; exp takes 80 times as long where its results underflow.
     scaled.clamp_(min=-64.0).exp_()
-    counts = _to_integers(weights, V)
+    counts = _integer_weights(weights, V)
     if any(of.filtered for of in params):
-        least = torch.maximum(_smallest_kept(counts[:, :V], params), _to_integers(min_p.float(), V))
+        least = torch.maximum(
+            _smallest_kept(counts[:, :V], params), _integer_weights(min_p.float(), V)
+        )
         # Takes a third of the time of masked_fill_.
         counts.mul_(counts >= least)
 
@@ -109,7 +111,7 @@ def _sample_rows(
     return (block * BLOCK + torch.searchsorted(inside, target, right=True))[:, 0].clamp_(max=V - 1)
 
 
-def _to_integers(weights: Tensor, V: int) -> Tensor:
+def _integer_weights(weights: Tensor, V: int) -> Tensor:
     """Weights in [0, 1] as i64, scaled so that the sum of V of them does not overflow."""
     return weights.mul(2.0 ** (62 - V.bit_length())).long()
 

@@ -135,9 +135,9 @@ class BlockPool:
         """Capacity in tokens of the smallest group without a window, or of the largest group if all
         have windows; 0 without groups.
         """
-        whole = [group.num_blocks for group in self.groups if not group.window]
+        unwindowed = [group.num_blocks for group in self.groups if not group.window]
         return (
-            min(whole or [max([group.num_blocks for group in self.groups], default=0)])
+            min(unwindowed or [max([group.num_blocks for group in self.groups], default=0)])
             * self.block_size
         )
 

@@ -17,7 +17,8 @@ SEED_BITS = 2**64 - 1
 class Chunks:
     """Makes the chunks of running requests, and brings a request to where it is after one.
 
-    Arguments as in Scheduler.
+    Arguments as in Scheduler. forced: accepts drafts, instead of their comparison with the sampled
+    tokens; a benchmark sets it.
     """
 
     def __init__(
@@ -29,17 +30,17 @@ class Chunks:
         max_len: int,
         can_roll_back: bool,
         state_rows: StateRows | None,
-        forced: ForcedAcceptance | None,
     ) -> None:
         self.pool, self.prefixes, self.counters, self.max_len = pool, prefixes, counters, max_len
-        self.can_roll_back, self.state_rows, self.forced = can_roll_back, state_rows, forced
+        self.can_roll_back, self.state_rows = can_roll_back, state_rows
+        self.forced: ForcedAcceptance | None = None
 
     def make(self, request: Request, count: int) -> Chunk:
         """The chunk of the next `count` tokens; marks them as computed."""
         assert request.slot is not None
         start, end = request.computed, request.computed + count
-        known = len(request.tokens)
-        tokens = request.tokens[start:end] if start < known else []
+        num_known = len(request.tokens)
+        tokens = request.tokens[start:end] if start < num_known else []
         last = end == request.length + len(request.draft)
         num_output_rows = num_samples = (
             1 + len(request.draft) if last and not request.pooling else 0
@@ -59,12 +60,12 @@ class Chunks:
             (*tokens, *request.draft) if last else tuple(tokens),
             start,
             self.pool.take_new_blocks(request.id),
-            request.num_in_flight > 0 and end > known,
+            request.num_in_flight > 0 and end > num_known,
             num_samples,
             num_output_rows,
             tuple(scored),
             None if request.admission_sent else _admission(request),
-            request.tokens[end] if end < known else 0,
+            request.tokens[end] if end < num_known else 0,
             self.num_forced(request) if num_samples > 1 else None,
             _image_rows(request, start, end),
             request.state_from,
@@ -96,7 +97,7 @@ class Chunks:
         admission   num_admissions of the request when the step was scheduled
         new         the tokens that were sampled
         """
-        known = len(request.tokens)
+        num_known = len(request.tokens)
         if chunk.num_samples:
             self._accept(request, chunk, new)
         if request.slot is not None and request.num_admissions == admission:  # not preempted since
@@ -107,7 +108,7 @@ class Chunks:
         if request.pooling and chunk.end == request.num_prompt:
             request.finish_reason = "stop"
         ended = request.finish_reason is not None
-        return request.output(known) if ended or len(request.tokens) > known else None
+        return request.output(num_known) if ended or len(request.tokens) > num_known else None
 
     def check(self, request: Request) -> None:
         """Assert that the numbers of a request that has not ended agree."""
@@ -146,7 +147,7 @@ class Chunks:
         if count and self.state_rows is not None and not self.can_roll_back:
             assert request.slot is not None
             request.computed = chunk.start
-            request.state_from = self.state_rows.before_draft(request.slot)
+            request.state_from = self.state_rows.row_before_draft(request.slot)
         else:
             request.computed -= count
 
@@ -163,7 +164,7 @@ class Chunks:
         assert request.slot is not None
         if self.can_roll_back or self.state_rows is None:
             return None
-        row = self.state_rows.before_draft(request.slot)
+        row = self.state_rows.row_before_draft(request.slot)
         return None if row == request.state_from else row
 
 
@@ -184,9 +185,9 @@ def _admission(request: Request) -> Admission:
 
 def _image_rows(request: Request, start: int, end: int) -> tuple[ImageRows, ...]:
     """The images with tokens in a chunk of the tokens start to end - 1."""
-    found = []
+    rows = []
     for image in overlapping(request.images, start, end) if request.images else ():
         first = max(start, image.start)
         count = min(end, image.end) - first
-        found.append(ImageRows(image.digest, first - start, first - image.start, count))
-    return tuple(found)
+        rows.append(ImageRows(image.digest, first - start, first - image.start, count))
+    return tuple(rows)

@@ -75,17 +75,17 @@ class Snapshots:
             count = cached
         return count
 
-    def start(self, request: Request, found: int) -> None:
-        """Let an admitted request start from the state after `found` blocks, and choose where it
-        takes snapshots.
+    def start(self, request: Request, num_cached: int) -> None:
+        """Let an admitted request start from the state after `num_cached` blocks, and choose where
+        it takes snapshots.
         """
-        request.last_snapshot = found * self.block_size
-        if found:
-            snapshot = self._by_key[key := request.keys[found - 1]]
+        request.last_snapshot = num_cached * self.block_size
+        if num_cached:
+            snapshot = self._by_key[key := request.keys[num_cached - 1]]
             snapshot.used, request.state_from = True, snapshot.row
             self._by_key.move_to_end(key)
         request.snapshot_points = self._points(
-            request.keys[: (len(request.tokens) - 1) // self.block_size], found
+            request.keys[: (len(request.tokens) - 1) // self.block_size], num_cached
         )
 
     def due(self, request: Request, end: int) -> bool:
@@ -136,24 +136,24 @@ class Snapshots:
             return None
         return request.keys[number - 1] if number <= len(request.keys) else None
 
-    def _points(self, keys: Sequence[bytes], found: int) -> tuple[int, ...]:
+    def _points(self, keys: Sequence[bytes], num_cached: int) -> tuple[int, ...]:
         """Positions at which a request takes snapshots; its prompt is remembered.
 
-        keys    of its full blocks before the last token
-        found   number of leading blocks that it has from the cache
+        keys        of its full blocks before the last token
+        num_cached  number of leading blocks that it has from the cache
         """
-        known = next((n for n in range(len(keys), 0, -1) if keys[n - 1] in self._seen), 0)
+        num_seen = next((n for n in range(len(keys), 0, -1) if keys[n - 1] in self._seen), 0)
         for key in keys:
             self._seen[key] = None
             self._seen.move_to_end(key)
         while len(self._seen) > MOST_KEYS_SEEN:
             self._seen.popitem(last=False)
-        last, found_points = found * self.block_size, []
-        for end in sorted({known * self.block_size, len(keys) * self.block_size}):
+        last, points = num_cached * self.block_size, []
+        for end in sorted({num_seen * self.block_size, len(keys) * self.block_size}):
             if end - last >= self.least:
-                found_points.append(end)
+                points.append(end)
                 last = end
-        return tuple(found_points)
+        return tuple(points)
 
     def drop(self, row: int) -> None:
         """Free a reserved row."""

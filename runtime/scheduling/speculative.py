@@ -56,10 +56,10 @@ class NGramProposer:
 
 def _repeated(tokens: Sequence[int], start: int, count: int) -> list[int]:
     """`count` tokens from `start`, repeating tokens[start:] after its end."""
-    found = list(tokens[start : start + count])
-    while len(found) < count:
-        found.append(found[len(found) - (len(tokens) - start)])
-    return found
+    repeated = list(tokens[start : start + count])
+    while len(repeated) < count:
+        repeated.append(repeated[len(repeated) - (len(tokens) - start)])
+    return repeated
 
 
 class ForcedAcceptance:

@@ -25,7 +25,7 @@ class StateRows:
     def first_snapshot(self) -> int:
         return self.slots + SPARE_SLOTS + (self.slots if self.rewinds else 0)
 
-    def before_draft(self, slot: int) -> int:
+    def row_before_draft(self, slot: int) -> int:
         """The row that keeps the state of this slot before its draft."""
         assert self.rewinds, "there are no rows for states before drafts"
         return self.slots + SPARE_SLOTS + slot

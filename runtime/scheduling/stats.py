@@ -100,24 +100,24 @@ def total(engines: Sequence[Stats]) -> Stats:
     steps: Counter[str] = Counter()
     for stats in engines:
         steps.update(stats.steps)
-    found = {
+    sums = {
         name: sum(getattr(stats, name) for stats in engines)
         for name, value in vars(first).items()
         if isinstance(value, int)
     }
-    found["max_len"] = min(stats.max_len for stats in engines)
+    sums["max_len"] = min(stats.max_len for stats in engines)
     expert_load = sum_of_loads(stats.expert_load for stats in engines)
     host_ms = max(stats.host_ms for stats in engines)
     return replace(
-        first, **found | {"steps": dict(steps), "expert_load": expert_load, "host_ms": host_ms}
+        first, **sums | {"steps": dict(steps), "expert_load": expert_load, "host_ms": host_ms}
     )
 
 
 def sum_of_loads(loads: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
     """Tokens of each expert by layer, added up."""
-    found: dict[str, list[int]] = {}
+    sums: dict[str, list[int]] = {}
     for load in loads:
         for path, counts in load.items():
-            before = found.get(path, [0] * len(counts))
-            found[path] = [a + b for a, b in zip(before, counts, strict=True)]
-    return found
+            before = sums.get(path, [0] * len(counts))
+            sums[path] = [a + b for a, b in zip(before, counts, strict=True)]
+    return sums

@@ -648,7 +648,7 @@ def test_an_argument_that_llm_does_not_have_is_named(name, message):
 def test_auto_glue_is_eager_on_a_cpu(options):
     model, _ = tiny("llama")
     notes = LLM(model, options=options, progress=False).program.report.notes
-    assert programs.EAGER_NOTE in notes
+    assert compile_programs.EAGER_NOTE in notes
     assert any(note.startswith("glue: eager") for note in notes)
 
 

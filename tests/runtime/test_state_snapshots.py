@@ -411,7 +411,7 @@ def advance(s, *tokens):
 
 def test_rows_of_states_follow_each_other():
     rows = StateRows(3, True, 4)
-    assert [rows.before_draft(slot) for slot in range(3)] == [4, 5, 6]  # 3 is for padding
+    assert [rows.row_before_draft(slot) for slot in range(3)] == [4, 5, 6]  # 3 is for padding
     assert (rows.first_snapshot, rows.total) == (7, 11)
     assert (StateRows(3).total, StateRows(3, snapshots=2).first_snapshot) == (4, 4)
 

@@ -82,8 +82,8 @@ class ImageEncoder:
                 if rows.digest in self.errors:
                     state.fail("encoding an image of its prompt", self.errors[rows.digest])
                     continue
-                found = self._embeddings[rows.digest][rows.first : rows.first + rows.length]
-                into[start + rows.row : start + rows.row + rows.length].copy_(found)
+                embeddings = self._embeddings[rows.digest][rows.first : rows.first + rows.length]
+                into[start + rows.row : start + rows.row + rows.length].copy_(embeddings)
 
     def embeddings(self, images: Sequence[ImagePixels]) -> Tensor:
         """The embeddings [I, E] of these images, in one call of the encoder. Raises ValueError if
@@ -91,13 +91,13 @@ class ImageEncoder:
         """
         with torch.no_grad():
             encode = self.graphs or self.encode
-            found: Tensor = encode(self._pixels(images), [image.grid for image in images])
+            embeddings: Tensor = encode(self._pixels(images), [image.grid for image in images])
         expected = sum(image.length for image in images), self.images.width
-        if tuple(found.shape) != expected:
+        if tuple(embeddings.shape) != expected:
             raise ValueError(
-                f"the vision encoder returned {list(found.shape)}, expected {list(expected)}"
+                f"the vision encoder returned {list(embeddings.shape)}, expected {list(expected)}"
             )
-        return found.to(self.images.dtype)
+        return embeddings.to(self.images.dtype)
 
     def encode_largest(self, max_patches: int) -> None:
         """Encode an image of as many patches, to measure the memory that it takes."""
@@ -109,8 +109,8 @@ class ImageEncoder:
         self.embeddings([ImagePixels(b"", length, grid, pixels)])
 
     def _encode(self, images: Sequence[ImagePixels]) -> None:
-        found = self.embeddings(images)
-        parts = torch.split(found, [image.length for image in images])
+        embeddings = self.embeddings(images)
+        parts = torch.split(embeddings, [image.length for image in images])
         for image, part in zip(images, parts, strict=True):
             # A copy: the memory of one image is freed without that of the others.
             self._embeddings[image.digest] = part.clone() if len(images) > 1 else part
@@ -138,10 +138,10 @@ class ImageEncoder:
             end = start + image.num_patches
             to[start:end] = np.frombuffer(image.pixels, np.float32).reshape(end - start, -1)
             start = end
-        found = pixels.to(self.device, non_blocking=True)
+        on_device = pixels.to(self.device, non_blocking=True)
         if pinned is not None:
             pinned.record_copy()
-        return found
+        return on_device
 
 
 class PinnedBuffer:

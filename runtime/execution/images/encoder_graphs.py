@@ -60,18 +60,18 @@ class EncoderGraphs:
             self.captured.move_to_end(key)
             self._pixels[: len(pixels)].copy_(pixels)
             return graph.captured.replay().clone()
-        found = self.program(pixels, grids)
+        embeddings = self.program(pixels, grids)
         if self._came_before(key) and self._has_room(pixels):
             self._capture(key, pixels)
-        return found
+        return embeddings
 
     def _came_before(self, key: Grids) -> bool:
-        known = key in self._seen
+        came_before = key in self._seen
         self._seen[key] = None
         self._seen.move_to_end(key)
         if len(self._seen) > CALLS_KNOWN:
             self._seen.popitem(last=False)
-        return known
+        return came_before
 
     def _has_room(self, pixels: Tensor) -> bool:
         """Whether there may be another graph. Drops one that was not used for long."""
@@ -94,15 +94,15 @@ class EncoderGraphs:
         try:
             if self._pixels is None:
                 self._pixels = pixels.new_zeros(MOST_PATCHES, pixels.shape[1])
-            given = self._pixels[: len(pixels)]
+            inputs = self._pixels[: len(pixels)]
             patches = self.program.patch_inputs(key, pixels.device)
             with gc_disabled(), torch.no_grad():
                 captured = self.pool.capture(
-                    lambda: self.program.encode_patches(given, patches), warm_up=False
+                    lambda: self.program.encode_patches(inputs, patches), warm_up=False
                 )
         except RuntimeError as error:  # out of memory, or what cannot be captured
             self.why_not = first_line(error) or type(error).__name__
             notes.append(f"no CUDA graph of the vision encoder: {self.why_not}")
             return
         self.captured[key] = _Graph(captured, patches, self._calls)
-        graphs.append({"inputs": [list(given.shape)], "bytes": captured.bytes})
+        graphs.append({"inputs": [list(inputs.shape)], "bytes": captured.bytes})

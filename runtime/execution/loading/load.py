@@ -180,9 +180,9 @@ def _eos_ids_of_module(module: nn.Module) -> frozenset[int]:
     for config in (getattr(inner, "generation_config", None), getattr(inner, "config", None)):
         token_ids = getattr(config, "eos_token_id", None)
         if token_ids is not None:
-            return _as_set(token_ids)
+            return _token_set(token_ids)
     return frozenset()
 
 
-def _as_set(token_ids: int | Sequence[int]) -> frozenset[int]:
+def _token_set(token_ids: int | Sequence[int]) -> frozenset[int]:
     return frozenset([token_ids] if isinstance(token_ids, int) else token_ids)

@@ -62,9 +62,11 @@ def read_config(folder: str) -> AdapterConfig:
     if not (path / CONFIG).is_file():
         raise ValueError(f"its folder has no {CONFIG}: expected one that peft saved")
     if not (path / WEIGHTS).is_file():
-        found = f"{PICKLED}, a pickle, which can run code" if (path / PICKLED).exists() else "none"
+        weights = (
+            f"{PICKLED}, a pickle, which can run code" if (path / PICKLED).exists() else "none"
+        )
         raise ValueError(
-            f"its folder has no {WEIGHTS} (weights there: {found}): save the adapter with "
+            f"its folder has no {WEIGHTS} (weights there: {weights}): save the adapter with "
             "save_pretrained(safe_serialization=True)"
         )
     try:
@@ -120,7 +122,7 @@ def read_pairs(config: AdapterConfig) -> dict[str, LoraPair]:
     """The adapter's products by module path. Raises ValueError for a file that is damaged, and for
     tensors that are not LoRA pairs.
     """
-    found: dict[str, dict[str, Any]] = {}
+    pairs: dict[str, dict[str, Any]] = {}
     try:
         check_headers([config.folder / WEIGHTS], MAX_TENSORS)
         with safe_open(config.folder / WEIGHTS, framework="pt") as tensors:
@@ -131,10 +133,10 @@ def read_pairs(config: AdapterConfig) -> dict[str, LoraPair]:
                         f"{WEIGHTS}: tensor {key!r} is not supported, expected names such as "
                         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
                     )
-                found.setdefault(match[1], {})[match[2]] = tensors.get_tensor(key)
+                pairs.setdefault(match[1], {})[match[2]] = tensors.get_tensor(key)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{WEIGHTS} is damaged, or cannot be read") from error
-    return {path: _pair(path, pair, config) for path, pair in found.items()}
+    return {path: _pair(path, pair, config) for path, pair in pairs.items()}
 
 
 def _pair(path: str, pair: Mapping[str, Any], config: AdapterConfig) -> LoraPair:

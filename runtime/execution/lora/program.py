@@ -22,12 +22,12 @@ def lora_shape(config: EngineConfig) -> LoraShape | None:
             "option batch_invariant is not supported with LoRA adapters (lora, max_loras): a step "
             "with an adapter runs another program than a step without"
         )
-    given = [_named(name, folder) for name, folder in config.lora.items()]
-    rank = config.max_lora_rank or max([MIN_RANK, *(each.rank for each in given)])
+    adapters = [_named(name, folder) for name, folder in config.lora.items()]
+    rank = config.max_lora_rank or max([MIN_RANK, *(each.rank for each in adapters)])
     targets = config.lora_target_modules
-    if not targets and config.max_loras is None and all(each.targets for each in given):
-        targets = tuple(sorted({name for each in given for name in each.targets}))
-    return LoraShape(config.max_loras or len(given), rank, targets)
+    if not targets and config.max_loras is None and all(each.targets for each in adapters):
+        targets = tuple(sorted({name for each in adapters for name in each.targets}))
+    return LoraShape(config.max_loras or len(adapters), rank, targets)
 
 
 def _named(name: str, folder: str) -> AdapterConfig:
@@ -70,7 +70,7 @@ class LoraProgram:
         if path in self._paths:
             return self._paths[path]
         last = path.rpartition(".")[2]
-        known = sorted({layer.rpartition(".")[2] for layer in self._paths})
+        names = sorted({layer.rpartition(".")[2] for layer in self._paths})
         why = (
             "; lora_target_modules leaves it out"
             if self.shape.targets and last not in self.shape.targets
@@ -78,7 +78,7 @@ class LoraProgram:
         )
         raise ValueError(
             f"layer {path} of the adapter is not a linear layer that adapters can change in this "
-            f"model, which has {', '.join(known)}{why}"
+            f"model, which has {', '.join(names)}{why}"
         )
 
     @cached_property

@@ -10,7 +10,7 @@ from typing import ParamSpec, Self, TypeVar
 from atomc.runtime.requests.logprobs import TokenLogprobs
 from atomc.runtime.requests.prompt_image import PromptImage
 from atomc.runtime.requests.request import Output
-from atomc.runtime.requests.request_errors import RequestError, to_request_error
+from atomc.runtime.requests.request_errors import RequestError, wrap_error
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.engines.client import RequestRefused
 from atomc.runtime.server.engines.engine_group import Engines
@@ -249,7 +249,7 @@ class Generation:
         try:
             return work(*args, **kwargs)
         except BaseException as error:  # a panic in Rust is no Exception
-            failed = to_request_error(self._request_id, "detokenizing", error)
+            failed = wrap_error(self._request_id, "detokenizing", error)
             raise request_error(failed, self._request_id) from error
 
     def _record_metrics(self, choice: Choice) -> None:
