@@ -25,6 +25,7 @@ from atomc.models.experts import Experts
 from atomc.models.mtp import DraftModel
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
+from atomc.runtime.bench import offline
 from atomc.runtime.bench.forced_acceptance import check_acceptance, force_acceptance
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.execution.graphs import _uneven
@@ -430,20 +431,31 @@ def test_settings_that_contradict_each_other_are_refused(settings, message):
         check_acceptance(EngineConfig(**settings), 2.4)
 
 
-def test_a_benchmark_forces_the_acceptance_of_its_engine(checkpoint, tmp_path, capsys):
+def test_a_benchmark_forces_the_acceptance_of_its_engine(checkpoint, tmp_path, capsys, monkeypatch):
     """Two steps with drafts yield five tokens, after the one of the prompt."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": [i, 7, 9]}) + "\n" for i in range(3)))
     command = [
-        "bench", "throughput", str(checkpoint), "--num-prompts", "3", "--input-len", "5",
+        "bench", "throughput", str(checkpoint), "--num-prompts", "3", "--dataset", str(prompts),
         "--output-len", "21", "--device", "cpu", "--dtype", "float64", "--quiet",
         "--json", str(tmp_path / "run.json"), "--options", "glue=eager",
         "--speculative", "mtp", "--speculative-tokens", "3",
     ]  # fmt: skip
     assert main([*command, "--speculative-accept", "4.5"]) == 2
     assert "a step of 3 draft tokens yields 1 to 4 tokens" in capsys.readouterr().err
+    engines, measured = [], offline.run
+
+    def run_of(engine, *args, **options):
+        engines.append(engine)
+        return measured(engine, *args, **options)
+
+    monkeypatch.setattr(offline, "run", run_of)
     assert main([*command, "--speculative-accept", "2.5"]) == 0
     written = json.loads((tmp_path / "run.json").read_text())
     assert written["settings"]["speculative_accept"] == 2.5
     assert [each["output_tokens"] for each in written["requests"]] == [21] * 3
+    (stats,) = [engine.stats() for engine in engines]
+    assert (stats.drafts, stats.accepted, stats.acceptance_length) == (3 * 8, 3 * 12, 2.5)
 
 
 def test_ngrams_are_meant_by_a_number_of_tokens_alone_and_each_way_has_a_default_number():
