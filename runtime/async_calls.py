@@ -4,7 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from atomc.runtime.calls import Call
+from atomc.runtime.calls import LLMCall
 from atomc.runtime.turns import Turns
 
 
@@ -14,12 +14,14 @@ class AsyncCalls:
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self._lock = threading.Lock()
-        self._new: deque[Call] = deque()
-        self._running: list[Call] = []
+        self._new: deque[LLMCall] = deque()
+        self._running: list[LLMCall] = []
         self._changed = threading.Event()
         self._has_thread = False
 
-    def submit(self, call: Call, start: Callable[[Call], None], step: Callable[[], None]) -> None:
+    def submit(
+        self, call: LLMCall, start: Callable[[LLMCall], None], step: Callable[[], None]
+    ) -> None:
         """Run `start(call)` and steps until the call ends. Its error is what they raise."""
         with self._lock:
             self._new.append(call)
@@ -30,7 +32,7 @@ class AsyncCalls:
                 self._has_thread = True
         self._changed.set()
 
-    def _run(self, start: Callable[[Call], None], step: Callable[[], None]) -> None:
+    def _run(self, start: Callable[[LLMCall], None], step: Callable[[], None]) -> None:
         while self._goes_on():
             new = [self._new.popleft() for _ in range(len(self._new))]
             self._running += new
@@ -54,7 +56,7 @@ class AsyncCalls:
         return not self._running or bool(self._new)
 
 
-def _start(call: Call, start: Callable[[Call], None]) -> None:
+def _start(call: LLMCall, start: Callable[[LLMCall], None]) -> None:
     if call.abandoned:
         return
     try:

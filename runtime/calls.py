@@ -70,7 +70,7 @@ class CompletionBuilder:
         )
 
 
-class Call:
+class LLMCall:
     """The requests of one call, which are added to the engine in its first turn.
 
     streams  whether the caller waits for each output, not only for the last
@@ -117,7 +117,7 @@ class Call:
             error = self.error = None  # its traceback refers to this call
 
 
-class ThreadCall(Call):
+class ThreadCall(LLMCall):
     """A call whose thread waits for it."""
 
     def __init__(self, queries: Sequence[Query], *, streams: bool = False) -> None:
@@ -128,7 +128,7 @@ class ThreadCall(Call):
         self.changed.set()
 
 
-class AsyncCall(Call):
+class AsyncCall(LLMCall):
     """A call of the running event loop."""
 
     def __init__(self, queries: Sequence[Query], *, streams: bool = False) -> None:

@@ -388,6 +388,9 @@ class EngineConfig:
             raise ValueError(
                 f"max_loras is {self.max_loras}, but lora names {len(self.lora)} adapters: raise it"
             )
+        self._check_no_lora_conflict()
+
+    def _check_no_lora_conflict(self) -> None:
         wrong = {
             "tp": self.tp > 1 and "adapters are not split over ranks",
             "pp": self.pp > 1 and "adapters are not divided into stages",

@@ -15,7 +15,7 @@ from atomc.runtime.admission import refuse_adapter, refuse_images, refuse_tokens
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.constrained.grammar_compiler import GrammarCompiler
 from atomc.runtime.constrained.request_state import RequestState
-from atomc.runtime.constrained.structured_outputs import StructuredOutputs, accept_tokens
+from atomc.runtime.constrained.structured_outputs import StructuredMatchers, accept_tokens
 from atomc.runtime.constrained.token_masks import TokenMasks
 from atomc.runtime.create_scheduler import create_scheduler
 from atomc.runtime.execution.executor import Executor, Launched, Result
@@ -165,7 +165,7 @@ class Engine:
             loaded.vocab_size,
         )
         # Without a reference to the engine: in a cycle, it would outlive its last user.
-        self.structured_outputs = StructuredOutputs(
+        self.structured_outputs = StructuredMatchers(
             partial(_grammar_compiler, config, loaded), self.request_errors
         )
         self.token_masks = TokenMasks(

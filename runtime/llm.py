@@ -16,7 +16,7 @@ from tqdm import tqdm
 from atomc.errors import suggestion
 from atomc.options import Options
 from atomc.runtime.async_calls import AsyncCalls
-from atomc.runtime.calls import AsyncCall, Call, CompletionBuilder, Query, ThreadCall
+from atomc.runtime.calls import AsyncCall, CompletionBuilder, LLMCall, Query, ThreadCall
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
 from atomc.runtime.execution.loading.load import config_folder
@@ -104,7 +104,7 @@ class LLM:
         self._ids = map(str, count())
         self._turns = Turns(self.program.device)
         self._async_calls = AsyncCalls(self._turns)
-        self._builders: dict[str, tuple[Call, CompletionBuilder]] = {}
+        self._builders: dict[str, tuple[LLMCall, CompletionBuilder]] = {}
         self._request_errors = RequestErrors()
         self._folder = None if module is not None else config_folder(config)
         self._chat_prompts: ChatPrompts | None = None
@@ -370,7 +370,7 @@ class LLM:
         finally:
             self._end(call)
 
-    def _prepare(self, call: Call) -> None:
+    def _prepare(self, call: LLMCall) -> None:
         """Create the requests of a call, in a turn. Raises ValueError if one does not fit."""
         call.builders = [
             CompletionBuilder(request, self.tokenizer)
@@ -378,7 +378,7 @@ class LLM:
             for request in siblings(self._request(query))
         ]
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: LLMCall) -> None:
         """Queue the requests of a call, in a turn. Raises ValueError before the first if one does
         not fit.
         """
@@ -393,12 +393,12 @@ class LLM:
             else:
                 self._builders[builder.request.id] = call, builder
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: LLMCall) -> None:
         """The caller leaves: abort the requests that are unfinished."""
         call.abandoned = True
         self._turns.defer(partial(self._remove, call))
 
-    def _remove(self, call: Call) -> None:
+    def _remove(self, call: LLMCall) -> None:
         for builder in call.builders:
             self._builders.pop(builder.request.id, None)
             self.engine.abort(builder.request.id)
@@ -503,7 +503,7 @@ def _check_is_list_of_lists(name: str, given: Iterable[object]) -> None:
         )
 
 
-def _raise_failure(call: Call) -> None:
+def _raise_failure(call: LLMCall) -> None:
     """Raise RequestFailed if a request failed."""
     for builder in call.builders:
         if builder.error is not None:

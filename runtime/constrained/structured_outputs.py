@@ -24,7 +24,7 @@ from atomc.torch_compat.exceptions import is_failure
 log = logging.getLogger("atomc")
 
 
-class StructuredOutputs:
+class StructuredMatchers:
     """Creates matchers and masks.
 
     create_compiler   creates the compiler, when the first request needs it

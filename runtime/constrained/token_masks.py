@@ -10,7 +10,7 @@ from torch import Tensor
 from atomc.runtime.constrained.allowed_tokens import AllowedTokens, BadWord
 from atomc.runtime.constrained.grammar_compiler import full_mask
 from atomc.runtime.constrained.request_state import RequestState
-from atomc.runtime.constrained.structured_outputs import StructuredOutputs
+from atomc.runtime.constrained.structured_outputs import StructuredMatchers
 from atomc.runtime.requests.request import Request
 from atomc.runtime.requests.request_errors import RequestErrors
 from atomc.runtime.requests.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ class TokenMasks:
 
     def __init__(
         self,
-        structured_outputs: StructuredOutputs,
+        structured_outputs: StructuredMatchers,
         tokenizer: "Tokenizer | None",
         vocab_size: int | None,
         request_errors: RequestErrors,

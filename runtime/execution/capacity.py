@@ -62,22 +62,17 @@ def capacity(
 
     Raises ValueError if a sequence of max_model_len tokens does not fit.
     """
-    rows = StateRows(max_num_seqs, rewinds)
-    room, snapshots = _left_for_blocks(
-        kv_bytes or max(available - image_bytes, 0),
-        rows,
-        bytes_per_sequence,
-        snapshots,
-        sized=num_blocks is not None,
-    )
+    rows, sized = StateRows(max_num_seqs, rewinds), num_blocks is not None
+    room = kv_bytes or max(available - image_bytes, 0)
+    room, snapshots = _left_for_blocks(room, rows, bytes_per_sequence, snapshots, sized=sized)
     length = max_model_len or longest
     if not groups:
         return Capacity((), block_size or length, length, snapshots)
     bytes_per_token = sum(size for size, _ in groups)
     tokens = room // bytes_per_token  # if each group had a block for all of them
     if block_size is None:
-        if max_model_len is None:
-            length = min(length, _length_of_whole_blocks(tokens, num_blocks or max_num_seqs))
+        whole_blocks = _length_of_whole_blocks(tokens, num_blocks or max_num_seqs)
+        length = max_model_len or min(length, whole_blocks)
         block_size = max(length, 1)
     if num_blocks is not None:
         counts = [num_blocks] * len(groups)
@@ -85,16 +80,14 @@ def capacity(
         most = _useful_blocks(groups, max_num_seqs, length, block_size, max_num_batched_tokens)
         counts = _equal_shares(room // block_size, groups, most)
     holds = _max_blocks(counts, groups) * block_size
-    if max_model_len is None:
-        length = min(length, holds)
+    length = max_model_len or min(length, holds)
     if min(counts) < 1 or not 2 <= length <= holds:
+        also = ", state_snapshots" * (snapshots > 0) + ", image_cache_bytes" * (image_bytes > 0)
         raise ValueError(
             f"a sequence of {length} tokens does not fit into the cache, which holds "
             f"{holds or tokens} (a token takes {bytes_per_token} bytes, a block "
-            f"{bytes_per_token * block_size}): lower max_model_len, "
-            f"max_num_batched_tokens{', state_snapshots' if snapshots else ''}"
-            f"{', image_cache_bytes' if image_bytes else ''} or max_num_seqs, or "
-            "raise gpu_memory_utilization, kv_bytes or num_blocks"
+            f"{bytes_per_token * block_size}): lower max_model_len, max_num_batched_tokens{also} "
+            "or max_num_seqs, or raise gpu_memory_utilization, kv_bytes or num_blocks"
         )
     return Capacity(tuple(counts), block_size, length, snapshots)
 

@@ -23,7 +23,7 @@ from atomc.runtime.execution.draft import compile_draft, draft_model_of
 from atomc.runtime.execution.images.encoder import Encode, ImageEncoder
 from atomc.runtime.execution.images.model import ImageModel
 from atomc.runtime.execution.lora.program import LoraProgram
-from atomc.runtime.execution.pipeline import Pipeline
+from atomc.runtime.execution.pipeline import PipelineLinks
 from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.runner import Runner
 from atomc.runtime.execution.variants import VARIANTS
@@ -92,14 +92,14 @@ class ProgramCompiler:
         return nullcontext() if self.user_module is None else self.user_module.traced()
 
     def _compile(self, lora: LoraShape | None) -> Programs:
-        config, pipeline = self.config, Pipeline()
+        config, pipeline = self.config, PipelineLinks()
         self._apart = apart = self._leave_logits_apart()
         draft = draft_model_of(self.module) if config.speculative == "mtp" else None
         module = self.module if draft is None else WithHiddenStates(self.module, draft.reads)
         if (stage := self.place.stage) is not None:
             module = part = StageModel(self.module)
             device = next(part.parameters()).device
-            pipeline = Pipeline(stage, part.width, part.dtype, device)
+            pipeline = PipelineLinks(stage, part.width, part.dtype, device)
             if not stage.is_first:
                 self._takes = ModelInputs(hidden=(part.width, part.dtype))
         options = replace(

@@ -60,7 +60,7 @@ class InputBatch:
     host_buffers   one for each step that may be pending, and for the next one
 
     row_inputs  tensors of one row per token, by the name of their field in Step. The caller writes
-                "embeddings" (ImageEncoder.place) and "hidden" (Pipeline.receive)
+                "embeddings" (ImageEncoder.place) and "hidden" (PipelineLinks.receive)
     """
 
     def __init__(
@@ -172,12 +172,8 @@ class InputBatch:
         sequence = np.repeat(slots, counts)
         block, offset = np.divmod(indices, self.block_size)
         for g, table in enumerate(self._tables):
-            _fill(
-                to[f"slots_{g}"],
-                table[sequence, block].astype(np.int64) * self.block_size + offset,
-                rows,
-                -1,
-            )
+            first = table[sequence, block].astype(np.int64) * self.block_size
+            _fill(to[f"slots_{g}"], first + offset, rows, -1)
         self._copied.copy_(self._hosts[self._turn], non_blocking=True)
         return shape
 

@@ -15,7 +15,7 @@ from atomc.runtime.scheduling.step import ScheduledStep
 ALL_LAYERS = PipelineStage(0, (0,))
 
 
-class Pipeline:
+class PipelineLinks:
     """The place of this process between its neighbors; by default, it has all layers. Nothing waits
     for a send: a stage computes its next micro-batch meanwhile.
 

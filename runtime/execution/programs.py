@@ -10,7 +10,7 @@ from atomc.program import Program
 from atomc.runtime.execution.draft import DraftProgram
 from atomc.runtime.execution.images.encoder import ImageEncoder
 from atomc.runtime.execution.lora.program import LoraProgram
-from atomc.runtime.execution.pipeline import Pipeline
+from atomc.runtime.execution.pipeline import PipelineLinks
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Programs:
     lora: LoraProgram | None = None
     draft: DraftProgram | None = None
     hidden: Program | None = None
-    pipeline: Pipeline = field(default_factory=Pipeline)
+    pipeline: PipelineLinks = field(default_factory=PipelineLinks)
     apart: LogitsOfRank | None = None
 
     @property

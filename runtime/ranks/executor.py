@@ -25,7 +25,7 @@ from atomc.runtime.ranks.messages import (
     Control,
     ControlMethod,
     Launch,
-    Sample,
+    SampleStep,
 )
 from atomc.runtime.ranks.monitor import Monitor
 from atomc.runtime.ranks.process_group import create_store, join
@@ -67,14 +67,7 @@ class RankExecutor:
     ) -> None:
         launcher = launcher or LocalLauncher()
         size = config.num_ranks
-        folder = config_folder(config)
-        fields = load_config(folder)
-        sizes.check(fields, config.tp, ep=config.ep)
-        sizes.check_experts(fields, config.data_ranks)
-        sizes.check_stages(fields, config.pp)
-        if (placement := expert_placement(config)) is not None:
-            with_draft = config.speculative == "mtp"
-            check_expert_placement(folder, placement, config.expert_ranks, draft_layer=with_draft)
+        _check_sizes(config)
         kind = launcher.device_kind(config)
         if torch.distributed.is_initialized():
             gc.collect()  # another executor that was dropped in a reference cycle leaves its group
@@ -202,6 +195,18 @@ class RankExecutor:
         self._close()
 
 
+def _check_sizes(config: EngineConfig) -> None:
+    """Raise ValueError if the model does not divide, or its experts are placed otherwise."""
+    folder = config_folder(config)
+    fields = load_config(folder)
+    sizes.check(fields, config.tp, ep=config.ep)
+    sizes.check_experts(fields, config.data_ranks)
+    sizes.check_stages(fields, config.pp)
+    if (placement := expert_placement(config)) is not None:
+        with_draft = config.speculative == "mtp"
+        check_expert_placement(folder, placement, config.expert_ranks, draft_layer=with_draft)
+
+
 def _end(monitor: Monitor, workers: Sequence[Worker]) -> None:
     """Leave the group. Before, drop the CUDA graphs: NCCL ends a group, even one that failed, only
     after the graphs with its collectives. If a rank failed, such a graph may run until the thread
@@ -229,7 +234,7 @@ class LaunchedOnRanks:
     def sample(self, mask: Tensor | None = None) -> None:
         content = (None, 0) if mask is None else (mask.cpu().numpy().tobytes(), len(mask))
         with self._monitor.sending(
-            lambda number: Sample(number, self._number, *content), of_step=True
+            lambda number: SampleStep(number, self._number, *content), of_step=True
         ):
             self._running.sample(mask)
 

@@ -25,7 +25,7 @@ class Launch(msgspec.Struct, tag=True):
     step: ScheduledStep
 
 
-class Sample(msgspec.Struct, tag=True):
+class SampleStep(msgspec.Struct, tag=True):
     """Sample a step's tokens. mask: the bytes of [num_rows, W] i32; None: all are allowed."""
 
     number: int
@@ -50,13 +50,13 @@ class Control(msgspec.Struct, tag=True):
     method: ControlMethod
 
 
-class Stop(msgspec.Struct, tag=True):
+class StopRank(msgspec.Struct, tag=True):
     """End the process."""
 
     number: int = 0
 
 
-Command = Launch | Sample | Collect | Control | Stop
+Command = Launch | SampleStep | Collect | Control | StopRank
 
 
 class Pulse(msgspec.Struct, tag=True):
@@ -86,7 +86,7 @@ class Done(msgspec.Struct, tag=True):
     expert_load: dict[str, list[int]] = {}
 
 
-class Failed(msgspec.Struct, tag=True):
+class CommandFailed(msgspec.Struct, tag=True):
     """A command raised an exception. by_user: as in RankFailed."""
 
     rank: int
@@ -95,4 +95,4 @@ class Failed(msgspec.Struct, tag=True):
     by_user: bool = False
 
 
-Report = Pulse | Done | Failed
+Report = Pulse | Done | CommandFailed

@@ -21,7 +21,7 @@ from atomc.errors import first_line
 from atomc.runtime.execution.executor import Result
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.endpoint import bind
-from atomc.runtime.ranks.messages import Command, Done, Failed, Pulse
+from atomc.runtime.ranks.messages import Command, CommandFailed, Done, Pulse
 from atomc.runtime.ranks.process_group import abort_collectives, leave
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import RankHandle, place_of
@@ -78,7 +78,7 @@ class Monitor:
         self._seen = dict.fromkeys(self._others, time.monotonic())
         self._pulses: dict[int, Pulse] = {}
         self._done: dict[int, dict[int, Done]] = defaultdict(dict)
-        self._failed: dict[int, dict[int, Failed]] = defaultdict(dict)
+        self._failed: dict[int, dict[int, CommandFailed]] = defaultdict(dict)
         self._failed_at: dict[int, float] = {}
         self._failed_here: set[int] = set()
         # Commands that rank 0 executes now: when they began, and whether they are a part of a step.
@@ -215,7 +215,7 @@ class Monitor:
         """End the other ranks, and leave the process group."""
         self.end_watch()
         with self._changed:
-            self._send(messages.Stop())
+            self._send(messages.StopRank())
         until = time.monotonic() + STOP_SECONDS
         for rank in self._handles:  # it closes its connection
             self._disconnects[rank].poll(round(1e3 * max(until - time.monotonic(), 0.0)))
@@ -261,7 +261,7 @@ class Monitor:
                         self._pulses[rank] = report
                     case Done(rank, number):
                         self._done[number][rank] = report
-                    case Failed(rank, number):
+                    case CommandFailed(rank, number):
                         self._failed[number][rank] = report
                         self._failed_at.setdefault(number, time.monotonic())
                 self._changed.notify_all()

@@ -16,7 +16,7 @@ from atomc.runtime.execution.worker import Worker
 from atomc.runtime.processes.stderr_log import exit_process
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.endpoint import use_tcp
-from atomc.runtime.ranks.messages import IMPORTED, LOADED, Done, Failed, Pulse
+from atomc.runtime.ranks.messages import IMPORTED, LOADED, CommandFailed, Done, Pulse
 from atomc.runtime.ranks.process_group import connect_store, join, open_device
 from atomc.runtime.ranks.rank_settings import RankSettings
 from atomc.runtime.ranks.results_digest import results_digest
@@ -65,7 +65,7 @@ class Rank:
             _send(socket, Pulse(self.settings.rank, self._began, *self._progress))
 
     def run(self) -> None:
-        """Load the model together with the other ranks, and execute commands until Stop."""
+        """Load the model together with the other ranks, and execute commands until StopRank."""
         try:
             worker = self._load()
         except Exception as error:
@@ -75,7 +75,7 @@ class Rank:
         freeze_heap()
         while True:
             command = self._decode(self._commands.recv())
-            if isinstance(command, messages.Stop):
+            if isinstance(command, messages.StopRank):
                 self._commands.close(linger=0)  # rank 0 waits for that
                 return
             self._began = command.number
@@ -110,7 +110,7 @@ class Rank:
                 self._launched[number] = worker.launch(step)
                 while len(self._launched) > MAX_LAUNCHED:  # rank 0 has given up the oldest
                     del self._launched[min(self._launched)]
-            case messages.Sample(_, step, mask, num_rows):
+            case messages.SampleStep(_, step, mask, num_rows):
                 self._launched[step].sample(_tensor(mask, num_rows))
             case messages.Collect(number, step):
                 results = self._launched.pop(step).results()
@@ -146,7 +146,7 @@ class Rank:
         log.error("command %d failed", number, exc_info=error)
         by_user = isinstance(error, ValueError | OSError | ImportError)
         message = f"{type(error).__name__}: {first_line(error)}"
-        _send(socket, Failed(self.settings.rank, number, message, by_user))
+        _send(socket, CommandFailed(self.settings.rank, number, message, by_user))
 
 
 def _exit_when_disconnected(socket: "zmq.Socket[bytes]", settings: RankSettings) -> None:

@@ -53,7 +53,7 @@ class Chunks:
             num_output_rows = end - first
             scored = request.tokens[first + 1 : min(end + 1, request.num_prompt)]
             request.scored = min(end, request.num_prompt - 1)
-        snapshots = self.prefixes.snapshots
+        sampling_draft = num_samples > 1
         chunk = Chunk(
             request.id,
             request.slot,
@@ -66,11 +66,11 @@ class Chunks:
             tuple(scored),
             None if request.admission_sent else _admission(request),
             request.tokens[end] if end < num_known else 0,
-            self.num_forced(request) if num_samples > 1 else None,
+            self.num_forced(request) if sampling_draft else None,
             _image_rows(request, start, end),
             request.state_from,
-            self._row_before_draft(request) if num_samples > 1 else None,
-            snapshots.take(request, end) if snapshots and num_samples <= 1 else None,
+            self._row_before_draft(request) if sampling_draft else None,
+            None if sampling_draft else self.prefixes.take_snapshot(request, end),
         )
         request.state_from = None
         request.admission_sent = True

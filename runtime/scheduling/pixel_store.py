@@ -31,15 +31,15 @@ class PixelStore:
 
     def add(self, images: Sequence[PromptImage]) -> tuple[PromptImage, ...]:
         """The same images; those with a known digest share its pixels."""
-        found = []
+        shared = []
         for image in images:
             held = self._held.get(image.digest)
             if held is None:
                 held = self._held[image.digest] = _Held(image.pixels)
                 self.num_bytes += len(image.pixels)
             held.count += 1
-            found.append(replace(image, pixels=held.pixels))
-        return tuple(found)
+            shared.append(replace(image, pixels=held.pixels))
+        return tuple(shared)
 
     def remove(self, images: Sequence[PromptImage]) -> None:
         """Remove images that were added."""

@@ -45,19 +45,19 @@ class PrefixSharing:
         """
         if not self._in_progress:
             return False
-        found = self.num_cached_blocks(request)
-        missing = request.keys[found : (len(request.tokens) - 1) // self.pool.block_size]
+        num_cached = self.num_cached_blocks(request)
+        missing = request.keys[num_cached : (len(request.tokens) - 1) // self.pool.block_size]
         if self.snapshots is None:
             missing = missing[:1]  # blocks are filled in order
         return any(key in self._in_progress for key in missing)
 
-    def start(self, request: Request, found: int) -> None:
-        """The request runs, from its first `found` blocks on."""
-        request.num_cached_blocks, request.shares_prefix = found, True
+    def start(self, request: Request, num_cached: int) -> None:
+        """The request runs, from the end of its first `num_cached` blocks on."""
+        request.num_cached_blocks, request.shares_prefix = num_cached, True
         if self.snapshots is None:
-            keys = request.keys[found:]
+            keys = request.keys[num_cached:]
         else:
-            self.snapshots.start(request, found)
+            self.snapshots.start(request, num_cached)
             block_size = self.pool.block_size
             keys = [request.keys[point // block_size - 1] for point in request.snapshot_points]
         for key in keys:
@@ -67,6 +67,10 @@ class PrefixSharing:
         """The request computes no more blocks."""
         for key in request.keys[request.num_cached_blocks :]:
             self._forget(key, request)
+
+    def take_snapshot(self, request: Request, end: int) -> int | None:
+        """The row for a snapshot of the state after `end` tokens, if one is due."""
+        return None if self.snapshots is None else self.snapshots.take(request, end)
 
     def cache_full_blocks(self, request: Request, computed: int) -> None:
         """Add full blocks of computed tokens to the prefix cache."""

@@ -458,7 +458,7 @@ def _environment() -> "Environment":
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """{% generation %} marks the model's text, for training; here it only opens a scope."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -484,7 +484,7 @@ def _environment() -> "Environment":
             super().__setitem__(name, value)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atomc.runtime.constrained.grammar_compiler import GrammarCompiler, GrammarMatcher
-from atomc.runtime.constrained.structured_outputs import StructuredOutputs
+from atomc.runtime.constrained.structured_outputs import StructuredMatchers
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.execution import output_processor
 from atomc.runtime.llm import LLM
@@ -222,7 +222,7 @@ SALTED = (("salt", "victim"),)
 FREE = (("structured", None), ("temperature", 0.0), ("max_tokens", 40))
 HOOKS = [
     # Admitted
-    Hook(StructuredOutputs, "matcher", lambda engine, self, form: form.regex.endswith("{9}")),
+    Hook(StructuredMatchers, "matcher", lambda engine, self, form: form.regex.endswith("{9}")),
     Hook(GRAMMARS, "compile", lambda engine, form: form.regex.endswith("{9}")),
     Hook(Scheduler, "add", lambda engine, self, request: request.id == "victim"),
     # Scheduled
