@@ -31,7 +31,6 @@ def _rank_scheduler(
         max_queue=config.max_queue,
         policy=config.scheduling_policy,
         request_errors=request_errors,
-        can_roll_back=limits.can_roll_back,
         state_rows=rows,
         snapshots=Snapshots(rows.first_snapshot, rows.snapshots, size.block_size)
         if rows is not None and rows.snapshots

@@ -381,7 +381,7 @@ class Engine:
         one, and those up to a rejected draft if the state cannot be rolled back. The latter are
         bounded: otherwise each rejection would add to them.
         """
-        redone = 0 if self.scheduler.can_roll_back else self.config.speculative_tokens
+        redone = 0 if self.scheduler.state_rows is None else self.config.speculative_tokens
         for request in self.scheduler.running:
             if request.pending <= 1 + redone and request.num_new and not request.pooling:
                 request.draft = (

@@ -29,10 +29,10 @@ class Limits:
     max_num_batched_tokens   maximum tokens of a step
     no_prefix_cache  why blocks cannot be shared; empty if they can
     images           None: the model takes no images
-    can_roll_back    whether computed tokens can be computed again. False: after a failed step, its
-                     sequences start over, because it may have advanced their state; after a
-                     rejected draft, they continue from the state before it
-    state_rows       the rows of state per sequence; None: there is none
+    state_rows       the rows of state per sequence that cannot go back to an earlier token: after a
+                     failed step, its sequences start over, because it may have advanced their
+                     state; after a rejected draft, they continue from the state before it. None:
+                     computed tokens can be computed again
     """
 
     capacity: Capacity
@@ -40,7 +40,6 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     no_prefix_cache: str = ""
-    can_roll_back: bool = True
     images: ImageLimits | None = None
     state_rows: StateRows | None = None
 
@@ -95,7 +94,7 @@ class Executor(Protocol):
     input of the next step.
 
     An error of a single request is in its Result. An error of a whole step is raised; the step may
-    be launched again if limits.can_roll_back.
+    be launched again without limits.state_rows.
     """
 
     limits: Limits

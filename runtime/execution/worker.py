@@ -187,7 +187,6 @@ class Worker:
             self._max_num_seqs,
             self._max_rows,
             no_prefix_cache,
-            can_roll_back=fixed is None,
             images=self._image_limits(),
             state_rows=None
             if fixed is None
@@ -310,7 +309,7 @@ class Worker:
             input_batch.rows,
             input_batch.columns,
             self.config.speculative_tokens,
-            rewinds=not self.limits.can_roll_back,
+            rewinds=self.limits.state_rows is not None,
         )
         budget = (
             int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None

@@ -28,11 +28,10 @@ class Chunks:
         counters: Counters,
         *,
         max_len: int,
-        can_roll_back: bool,
         state_rows: StateRows | None,
     ) -> None:
         self.pool, self.prefixes, self.counters, self.max_len = pool, prefixes, counters, max_len
-        self.can_roll_back, self.state_rows = can_roll_back, state_rows
+        self.state_rows = state_rows
         self.forced: ForcedAcceptance | None = None
 
     def make(self, request: Request, count: int) -> Chunk:
@@ -144,7 +143,7 @@ class Chunks:
 
     def _reject(self, request: Request, chunk: Chunk, count: int) -> None:
         """Go back to the state before the last `count` tokens of the chunk, which were rejected."""
-        if count and self.state_rows is not None and not self.can_roll_back:
+        if count and self.state_rows is not None:
             assert request.slot is not None
             request.computed = chunk.start
             request.state_from = self.state_rows.row_before_draft(request.slot)
@@ -162,7 +161,7 @@ class Chunks:
         back.
         """
         assert request.slot is not None
-        if self.can_roll_back or self.state_rows is None:
+        if self.state_rows is None:
             return None
         row = self.state_rows.row_before_draft(request.slot)
         return None if row == request.state_from else row

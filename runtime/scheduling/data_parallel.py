@@ -28,7 +28,7 @@ class DataParallelScheduler:
     def __init__(self, ranks: Sequence[Scheduler], max_queue: int) -> None:
         self.ranks, self.max_queue = ranks, max_queue
         self.max_len = min(rank.max_len for rank in ranks)
-        self.can_roll_back = ranks[0].can_roll_back
+        self.state_rows = ranks[0].state_rows
         self._in_flight: deque[tuple[ScheduledStep, Parts]] = deque()
         self._last = "", ranks[0]  # prompt and rank of the last request
 

@@ -48,9 +48,7 @@ class Scheduler:
     Errors of a single request go to `request_errors`; the request may still be in steps until it is
     aborted.
 
-    can_roll_back   as in Limits
-    state_rows      the rows of state per sequence; None: there is none. Without snapshots of it, no
-                    prefix is shared
+    state_rows      as in Limits; without snapshots of it, no prefix is shared
     lookahead       blocks are reserved for this many tokens after those of a step, because a draft
                     model writes there
     images          None: the model takes no images
@@ -69,7 +67,6 @@ class Scheduler:
         max_queue: int = 1024,
         policy: str = "fcfs",
         request_errors: RequestErrors | None = None,
-        can_roll_back: bool = True,
         state_rows: StateRows | None = None,
         snapshots: Snapshots | None = None,
         lookahead: int = 0,
@@ -88,7 +85,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queue = max_queue
-        self.can_roll_back, self.snapshots, self.lookahead = can_roll_back, snapshots, lookahead
+        self.state_rows, self.snapshots, self.lookahead = state_rows, snapshots, lookahead
         # Maximum sequence length: such a request must fit if it has the whole pool.
         self.max_len = min(max_model_len, pool.longest(2 * max_num_batched_tokens))
         self.queues = RequestQueues(max_num_seqs, by_priority=policy == "priority")
@@ -98,7 +95,6 @@ class Scheduler:
             self.prefixes,
             self.counters,
             max_len=self.max_len,
-            can_roll_back=can_roll_back,
             state_rows=state_rows,
         )
         self.images = ImageCache(images)
@@ -257,7 +253,7 @@ class Scheduler:
                 self.snapshots.drop(chunk.snapshot)
             if request.slot is not None and request.num_admissions == admission:
                 self.chunks.undo(request, chunk)
-                if chunk.start and not self.can_roll_back:
+                if chunk.start and self.state_rows is not None:
                     self._preempt(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:

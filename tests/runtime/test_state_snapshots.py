@@ -387,7 +387,6 @@ def scheduled(snapshots=2, drafts=False, max_num_batched_tokens=64, **config):
         max_num_seqs=2,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=64,
-        can_roll_back=False,
         state_rows=rows,
         snapshots=Snapshots(
             rows.first_snapshot, snapshots, 4, **{"least": 4, "interval": 8, **config}
