@@ -3,6 +3,8 @@
 Rank 0 numbers its commands; all ranks execute them in this order.
 """
 
+import zlib
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -96,3 +98,14 @@ class CommandFailed(msgspec.Struct, tag=True):
 
 
 Report = Pulse | Done | CommandFailed
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def results_digest(before: int, results: Sequence[Result]) -> int:
+    """The digest after these results, equal in all ranks unless their tokens differ. before: that
+    of all earlier ones; 0: there are none.
+    """
+    return zlib.crc32(
+        _encode([(tuple(result.tokens), result.error is not None) for result in results]), before
+    )

@@ -21,11 +21,10 @@ from atomc.errors import first_line
 from atomc.runtime.execution.executor import Result
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.endpoint import bind
-from atomc.runtime.ranks.messages import Command, CommandFailed, Done, Pulse
+from atomc.runtime.ranks.messages import Command, CommandFailed, Done, Pulse, results_digest
 from atomc.runtime.ranks.process_group import abort_collectives, leave
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import RankHandle, place_of
-from atomc.runtime.ranks.results_digest import results_digest
 
 log = logging.getLogger("atomc")
 TICK_SECONDS = 0.2

@@ -16,10 +16,16 @@ from atomc.runtime.execution.worker import Worker
 from atomc.runtime.processes.stderr_log import exit_process
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.endpoint import use_tcp
-from atomc.runtime.ranks.messages import IMPORTED, LOADED, CommandFailed, Done, Pulse
+from atomc.runtime.ranks.messages import (
+    IMPORTED,
+    LOADED,
+    CommandFailed,
+    Done,
+    Pulse,
+    results_digest,
+)
 from atomc.runtime.ranks.process_group import connect_store, join, open_device
 from atomc.runtime.ranks.rank_settings import RankSettings
-from atomc.runtime.ranks.results_digest import results_digest
 
 log = logging.getLogger("atomc")
 PULSE_SECONDS = 0.5

@@ -1,6 +1,9 @@
-"""The chunks of requests: the next tokens of a request as a value, and what its result changes."""
+"""The chunks of requests: the next tokens of a request as a value, and what its result changes; and
+the step that chunks make up, until it is finished.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from atomc.runtime.requests.prompt_image import overlapping
 from atomc.runtime.requests.request import Output, Request
@@ -9,7 +12,7 @@ from atomc.runtime.scheduling.prefix_sharing import PrefixSharing
 from atomc.runtime.scheduling.speculative import ForcedAcceptance
 from atomc.runtime.scheduling.state_rows import StateRows
 from atomc.runtime.scheduling.stats import Counters
-from atomc.runtime.scheduling.step import Admission, Chunk, ImageRows
+from atomc.runtime.scheduling.step import Admission, Chunk, ImageRows, ScheduledStep
 
 SEED_BITS = 2**64 - 1
 
@@ -190,3 +193,41 @@ def _image_rows(request: Request, start: int, end: int) -> tuple[ImageRows, ...]
         count = min(end, image.end) - first
         rows.append(ImageRows(image.digest, first - start, first - image.start, count))
     return tuple(rows)
+
+
+@dataclass
+class StepInFlight:
+    """A scheduled step that is not finished.
+
+    requests     one per chunk
+    admissions   num_admissions of each request when the step was scheduled
+    """
+
+    step: ScheduledStep
+    requests: list[Request]
+    admissions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.admissions = [request.num_admissions for request in self.requests]
+
+    def __iter__(self) -> Iterator[tuple[Chunk, Request, int]]:
+        return zip(self.step.chunks, self.requests, self.admissions, strict=True)
+
+
+@dataclass
+class StepBuilder:
+    """A step under construction. budget: tokens that may still be added."""
+
+    pooled: bool
+    budget: int
+    chunks: list[Chunk] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+
+    def accepts(self, request: Request) -> bool:
+        """Whether this kind of request may be in the step."""
+        return (request.pooling is not None) == self.pooled
+
+    def add(self, request: Request, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.requests.append(request)
+        self.budget -= chunk.num_tokens

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from atomc.runtime.requests.request import FinishReason, Output, Request
 from atomc.runtime.requests.request_errors import RequestErrors
 from atomc.runtime.scheduling.blocks import BlockPool
-from atomc.runtime.scheduling.chunks import Chunks
+from atomc.runtime.scheduling.chunks import Chunks, StepBuilder, StepInFlight
 from atomc.runtime.scheduling.image_cache import ImageCache, computed_in_part
 from atomc.runtime.scheduling.image_limits import ImageLimits
 from atomc.runtime.scheduling.pixel_store import PixelStore
@@ -17,7 +17,6 @@ from atomc.runtime.scheduling.snapshots import Snapshots
 from atomc.runtime.scheduling.state_rows import StateRows
 from atomc.runtime.scheduling.stats import Counters
 from atomc.runtime.scheduling.step import Chunk, ScheduledStep
-from atomc.runtime.scheduling.step_builder import StepBuilder, StepInFlight
 
 # Each prompt token with log-probabilities takes a row of V fp32 logits.
 MOST_SCORED_ROWS = 128
