@@ -237,9 +237,9 @@ class LLM:
         for completion in self.generate(token_ids, params, lora=lora, progress=progress):
             if completion.error is not None:
                 raise RequestFailed(completion.error)
-            found = completion.prompt_logprobs
-            assert found is not None, "params ask for them"
-            logprobs = [each.logprob for each in found if each is not None]
+            of_prompt = completion.prompt_logprobs
+            assert of_prompt is not None, "params ask for them"
+            logprobs = [each.logprob for each in of_prompt if each is not None]
             scores.append(torch.tensor(logprobs, dtype=torch.float32, device="cpu"))
         return scores
 

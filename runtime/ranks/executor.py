@@ -69,14 +69,7 @@ class RankExecutor:
         size = config.num_ranks
         _check_sizes(config)
         kind = launcher.device_kind(config)
-        if torch.distributed.is_initialized():
-            gc.collect()  # another executor that was dropped in a reference cycle leaves its group
-        if torch.distributed.is_initialized():
-            raise ValueError(
-                f"{config.several_ranks}, but this process has a process group of "
-                "torch.distributed already: close another LLM of several ranks first; without "
-                "other processes, use atomc.parallelize"
-            )
+        _refuse_in_group(config)
         configs = [replace(config, device=launcher.device(kind, rank)) for rank in range(size)]
         step_seconds = config.step_timeout or STEP_SECONDS[kind]
         self._monitor = Monitor(size, step_seconds, on_failure, host=launcher.host)
@@ -205,6 +198,18 @@ def _check_sizes(config: EngineConfig) -> None:
     if (placement := expert_placement(config)) is not None:
         with_draft = config.speculative == "mtp"
         check_expert_placement(folder, placement, config.expert_ranks, draft_layer=with_draft)
+
+
+def _refuse_in_group(config: EngineConfig) -> None:
+    """Raise ValueError if this process is in a process group already."""
+    if torch.distributed.is_initialized():
+        gc.collect()  # another executor that was dropped in a reference cycle leaves its group
+    if torch.distributed.is_initialized():
+        raise ValueError(
+            f"{config.several_ranks}, but this process has a process group of torch.distributed "
+            "already: close another LLM of several ranks first; without other processes, use "
+            "atomc.parallelize"
+        )
 
 
 def _end(monitor: Monitor, workers: Sequence[Worker]) -> None:

@@ -129,15 +129,15 @@ def _smallest_kept(counts: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     if top_p:
         index, p = pack_to_device(counts.device, [(i, params[i].top_p) for i in top_p])
         rows = index[:, 0].long()
-        kept = counts[rows]
+        filtered = counts[rows]
         if top_k:
-            kept.mul_(kept >= least[rows])
-        total = kept.sum(-1, keepdim=True)
+            filtered.mul_(filtered >= least[rows])
+        total = filtered.sum(-1, keepdim=True)
         limit = torch.minimum((p * total).ceil().long(), total)
         # Values up to this one sum to less than 1 - top_p: only larger ones are sorted.
         negligible = ((total - limit) // V).clamp_(min=1) - 1
-        num_sorted = int((kept > negligible).sum(-1).max())
-        largest = kept.topk(num_sorted).values
+        num_sorted = int((filtered > negligible).sum(-1).max())
+        largest = filtered.topk(num_sorted).values
         last = torch.searchsorted(largest.cumsum(-1), limit).clamp_(max=num_sorted - 1)
         least[rows] = largest.gather(-1, last)
     return least

@@ -33,9 +33,6 @@ class Logprobs:
             for values, count in zip(table.tolist(), self.counts, strict=True)
         ]
 
-    def read(self, table: Tensor) -> list[TokenLogprobs]:
-        return [row.read() for row in self.rows(table)]
-
 
 @dataclass(frozen=True)
 class LogprobsRow:

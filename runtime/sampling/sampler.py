@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atomc.runtime.requests.logprobs import TokenLogprobs
 from atomc.runtime.requests.sample_spec import SampleSpec, uniform
 from atomc.runtime.sampling.inverse_transform import inverse_transform
 from atomc.runtime.sampling.pack_to_device import pack_to_device
@@ -29,17 +28,6 @@ class Sampled:
     max_logits: Tensor
     rows: tuple[int, ...] = ()
     logprobs: Logprobs | None = None
-
-    def token_logprobs(self, table: Tensor | None = None) -> list[TokenLogprobs | None]:
-        """One per row, None where not requested. table: a copy of logprobs.table on the host; None:
-        wait for the device.
-        """
-        found: list[TokenLogprobs | None] = [None] * len(self.tokens)
-        if self.logprobs is not None:
-            values = self.logprobs.read(self.logprobs.table if table is None else table)
-            for row, value in zip(self.rows, values, strict=True):
-                found[row] = value
-        return found
 
 
 class Sampler:

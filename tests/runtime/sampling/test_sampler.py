@@ -26,6 +26,14 @@ def sample(logits, draws, **given):
     return Sampler(logits.device, len(draws))(logits, draws, **given).tokens
 
 
+def token_logprobs(sampled):
+    """One per row, None where not requested."""
+    logprobs = sampled.logprobs
+    rows = [] if logprobs is None else logprobs.rows(logprobs.table)
+    values = dict(zip(sampled.rows, (row.read() for row in rows), strict=True))
+    return [values.get(row) for row in range(len(sampled.tokens))]
+
+
 def drawn(**params):
     return SampleSpec(params=SamplingParams(**params))
 
@@ -215,7 +223,7 @@ def test_a_row_draws_the_same_token_in_any_batch(V):
         Sampler(CPU, 1)(logits[i : i + 1], [draw]) for i, draw in enumerate(mixed_draws(45, V))
     ]
     assert [one.tokens.item() for one in alone] == together.tokens.tolist()
-    assert [one.token_logprobs()[0] for one in alone] == together.token_logprobs()
+    assert [token_logprobs(one)[0] for one in alone] == token_logprobs(together)
     order = torch.randperm(45, generator=generator)
     draws = mixed_draws(45, V)
     assert (
@@ -356,7 +364,7 @@ def test_a_gpu_draws_the_tokens_of_a_cpu(dtype):
     cpu = Sampler(CPU, 90)(logits, mixed_draws(90, 5000))
     gpu = Sampler(torch.device("cuda"), 90)(logits.cuda(), mixed_draws(90, 5000))
     assert gpu.tokens.tolist() == cpu.tokens.tolist()
-    for a, b in zip(cpu.token_logprobs(), gpu.token_logprobs(), strict=True):
+    for a, b in zip(token_logprobs(cpu), token_logprobs(gpu), strict=True):
         assert (a.token, a.rank) == (b.token, b.rank) and abs(a.logprob - b.logprob) < 1e-4
 
 
@@ -513,7 +521,7 @@ def test_logprobs_are_those_of_the_model_whatever_the_filters_are():
     sampled = Sampler(CPU, 2)(
         LOGITS.expand(2, -1), [drawn(logit_bias={1: 5.0}, logprobs=2), drawn()]
     )
-    found, none = sampled.token_logprobs()
+    found, none = token_logprobs(sampled)
     assert none is None and found.token == 1 and found.rank == 4
     assert math.isclose(found.logprob, math.log(0.1), abs_tol=1e-6)
     assert [token for token, _ in found.top] == [2, 0]
@@ -524,7 +532,7 @@ def test_logprobs_of_many_rows_are_those_of_each():
     logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(0))
     tokens = torch.arange(150) % 40
     found = logprobs(logits, tokens, [i % 4 for i in range(150)])
-    for i, one in enumerate(found.read(found.table)):
+    for i, one in enumerate([row.read() for row in found.rows(found.table)]):
         values = logits[i].log_softmax(-1)
         order = values.argsort(descending=True).tolist()
         assert one.token == i % 40 and one.rank == order.index(i % 40) + 1
