@@ -211,7 +211,7 @@ class ProgramCompiler:
             self.programs.main,
             self._options,
             columns=runner.input_batch.columns,
-            own=self._own_forward,
+            reference=self._own_forward,
             apart=self.programs.apart,
         )
         self._own_forward = None

@@ -88,8 +88,8 @@ def compile_draft(
     if images is not None:
         inputs["images"] = replace(takes, embeddings=images.embeddings)
     programs = {
-        name: compile_model(draft, options, platform, owned=owned, takes=each)
-        for name, each in inputs.items()
+        name: compile_model(draft, options, platform, owned=owned, takes=takes)
+        for name, takes in inputs.items()
     }
     specs = _renumbered(programs["text"].specs, target.specs)
     return DraftProgram(programs, count, width, dtype, specs)
@@ -126,9 +126,9 @@ class DraftRunner:
             group
             for _, group in sorted(
                 {
-                    own.group: spec.group
-                    for own, spec in zip(draft.program.specs, draft.specs, strict=True)
-                    if own.group is not None and spec.group is not None
+                    draft_spec.group: spec.group
+                    for draft_spec, spec in zip(draft.program.specs, draft.specs, strict=True)
+                    if draft_spec.group is not None and spec.group is not None
                 }.items()
             )
         ]

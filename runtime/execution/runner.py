@@ -161,10 +161,10 @@ class Runner:
         if self.draft is not None:
             self.draft.graphs = graphs(self.draft.propose, captured, self.draft.program.report)
         # Last: what graphs save in a prompt with images, the others save in each of its tokens.
-        for each in others:
-            if not each.program.syncing:
-                run = partial(self._run, each.program)
-                each.graphs = graphs(run, each.shapes(captured), each.program.report)
+        for variant in others:
+            if not variant.program.syncing:
+                run = partial(self._run, variant.program)
+                variant.graphs = graphs(run, variant.shapes(captured), variant.program.report)
 
     def padding_only(self, num_output_rows: int) -> Tensor:
         """Logits of a padding step of maximum size."""

@@ -118,11 +118,11 @@ def record_own_forward(
     entry = _entry(model, key, options)
     if entry is not None and _read(entry) is not None:
         return None
-    own = own_forward(model, report, apart)
-    if own.why_not:
-        return own
+    reference = own_forward(model, report, apart)
+    if reference.why_not:
+        return reference
     noise = _noise(specs, model.hf_model.device)
-    return replace(own, change=_own_noise(model, report, own, noise, apart))
+    return replace(reference, change=_own_noise(model, report, reference, noise, apart))
 
 
 def self_check(
@@ -131,14 +131,14 @@ def self_check(
     options: Options,
     *,
     columns: int = 1,
-    own: OwnForward | None = None,
+    reference: OwnForward | None = None,
     apart: LogitsOfRank | None = None,
 ) -> None:
     """Compare the program with the class's own forward, and add a note to its report.
 
     columns   of the block tables of later steps: with the same number here, kernels are compiled
               once for both
-    own       from record_own_forward; None: computed here
+    reference from record_own_forward; None: computed here
     apart     as in record_own_forward. All logits are compared: all ranks have the same verdict
 
     A successful check is stored in the cache of compiled graphs. Binds the program to other caches.
@@ -148,7 +148,9 @@ def self_check(
     start = time.perf_counter()
     entry = _entry(model, program.key, options)
     stored = _read(entry) if entry is not None else None
-    verdict = stored or verdict_of(model, program, columns=columns, own=own, apart=apart)
+    verdict = stored or verdict_of(
+        model, program, columns=columns, reference=reference, apart=apart
+    )
     if verdict.why_not:
         program.report.notes.append(f"no self-check: {verdict.why_not}")
         return
@@ -249,27 +251,29 @@ def verdict_of(
     program: Program,
     *,
     columns: int = 1,
-    own: OwnForward | None = None,
+    reference: OwnForward | None = None,
     apart: LogitsOfRank | None = None,
 ) -> Verdict:
     """Run both computations and compare their logits. own: computed before."""
-    own = own or own_forward(model, program.report, apart)
-    if own.why_not:
-        return Verdict(why_not=own.why_not)
+    reference = reference or own_forward(model, program.report, apart)
+    if reference.why_not:
+        return Verdict(why_not=reference.why_not)
     errors: dict[str, list[float]] = {}
-    for kind, number, first, logits in _ragged(program, own.sequences, columns):
+    for kind, number, first, logits in _ragged(program, reference.sequences, columns):
         for row, out in enumerate(_whole(logits, apart)):
-            errors.setdefault(kind, []).append(difference(out, own.logits[number][first + row]))
-    largest_errors = tuple((kind, agreed(each)) for kind, each in errors.items())
+            errors.setdefault(kind, []).append(
+                difference(out, reference.logits[number][first + row])
+            )
+    largest_errors = tuple((kind, agreed(relative)) for kind, relative in errors.items())
     noise = _noise(program.specs, program.device)
     in_8_bits = program.dtype not in ROUNDING or _multiplies_codes_by_head(program.report)
     limit = max(ROOM * noise, IN_8_BITS) if in_8_bits else ROOM * noise
     verdict = Verdict(largest_errors, limit)
     if verdict.right:
         return verdict
-    change = own.change
+    change = reference.change
     if change is None:
-        change = _own_noise(model, program.report, own, noise, apart)
+        change = _own_noise(model, program.report, reference, noise, apart)
     if ABOVE_OWN * change > MOST:
         return Verdict(
             why_not=f"a rounding changes the logits of the class's own forward by {change:.1e}"
@@ -291,7 +295,7 @@ def _noise(specs: Sequence[StateSpec], device: torch.device) -> float:
 def _own_noise(
     model: StockModel,
     report: Report,
-    own: OwnForward,
+    reference: OwnForward,
     noise: float,
     apart: LogitsOfRank | None,
 ) -> float:
@@ -307,13 +311,13 @@ def _own_noise(
 
     hook = model.hf_model.get_input_embeddings().register_forward_hook(disturb)
     try:
-        quantized_logits = _own_logits(model, report, own.sequences, apart)
+        quantized_logits = _own_logits(model, report, reference.sequences, apart)
     finally:
         hook.remove()
     return agreed(
         [
             difference(row, other)
-            for out, expected in zip(quantized_logits, own.logits, strict=True)
+            for out, expected in zip(quantized_logits, reference.logits, strict=True)
             for row, other in zip(out, expected, strict=True)
         ]
     )
@@ -328,11 +332,11 @@ def _own_logits(
     """Logits [T, V] of each sequence, by the class's own forward."""
     hf_model = model.hf_model
     with torch.no_grad(), own_attention(hf_model), _rows_of_latents(model, report):
-        own = [
+        reference = [
             hf_model(input_ids=torch.tensor([tokens], device=hf_model.device), use_cache=False)
             for tokens in sequences
         ]
-        return [_whole(out.logits[0].float(), apart) for out in own]
+        return [_whole(out.logits[0].float(), apart) for out in reference]
 
 
 def _whole(logits: Tensor, apart: LogitsOfRank | None) -> Tensor:

@@ -178,7 +178,7 @@ class RankExecutor:
         ) as number:
             counts = self.worker.counts()
             others = self._monitor.wait_done(number)
-        loads = [counts.expert_load, *(each.expert_load for each in others)]
+        loads = [counts.expert_load, *(done.expert_load for done in others)]
         return replace(counts, expert_load=sum_of_loads(loads))
 
     def forget_counts(self) -> None:
