@@ -31,7 +31,7 @@ from atomc.parallel.vocab import LogitsOfRank
 from atomc.runtime.execution import worker
 from atomc.runtime.llm import LLM, SamplingParams
 from atomc.runtime.ranks import executor, monitor
-from atomc.runtime.ranks.messages import Sample
+from atomc.runtime.ranks.messages import SampleStep
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.scheduling.step import Chunk, ScheduledStep
@@ -390,7 +390,7 @@ def test_a_step_that_fails_in_rank_0_alone_ends_the_others(small, monkeypatch):
 @pytest.mark.parametrize("waits", [False, True])
 def test_an_error_in_one_rank_is_reported_with_its_rank(small, waits):
     with failing(small, "^rank 1 .* failed: KeyError: 999$"):
-        with small.engine.executor._monitor.sending(lambda n: Sample(n, 999), of_step=True):
+        with small.engine.executor._monitor.sending(lambda n: SampleStep(n, 999), of_step=True):
             if waits:
                 distributed.all_reduce(torch.ones(1))
         while True:
