@@ -16,7 +16,7 @@ def micro_batches(step: ScheduledStep, most: int, least_rows: int) -> list[Sched
     """The rows of a step in equal parts, `most` at most, in their order; the step itself if it is
     small. A chunk may continue in the next part, which reads its keys from the cache.
     """
-    count = min(most, step.num_tokens // least_rows)
+    count = min(most, step.num_tokens // least_rows) if most > 1 else 1
     if count <= 1:
         return [step]
     size = -(-step.num_tokens // count)
