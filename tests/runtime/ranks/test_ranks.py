@@ -444,7 +444,7 @@ def test_results_of_a_group_that_has_failed_are_its_failure():
     group = monitor.Monitor(2, 1.0)
     group._fail("rank 1 ended")
     with pytest.raises(RankFailed, match="rank 1 ended"):
-        group.results(7, [1])
+        group.wait_done(7, [1])
     group.close()
 
 
