@@ -369,8 +369,8 @@ def test_a_form_that_calls_something_else_than_ops_is_an_error(monkeypatch):
     def form(given, state, step):
         return torch.cumsum(given["x"], 0)
 
-    monkeypatch.setattr(
-        MADE["decayed_sum"], "state", StateBinding("state", lambda given: 1, sum_spec, form)
+    monkeypatch.setitem(
+        vars(MADE["decayed_sum"]), "state", StateBinding("state", lambda given: 1, sum_spec, form)
     )
     with pytest.raises(Exception, match=r"may only call atomc\.ops"):
         compile_model(toy("summed"), {**OPTIONS, "cache": False})

@@ -208,8 +208,8 @@ def test_a_kernel_that_is_wrong_everywhere_is_left_out_everywhere(wrong_in):
 
 
 def test_what_is_written_to_a_cache_is_compared_too(monkeypatch):
-    monkeypatch.setattr(
-        ops.qk_norm_rope_kv_write, "kernels", list(ops.qk_norm_rope_kv_write.kernels)
+    monkeypatch.setitem(
+        vars(ops.qk_norm_rope_kv_write), "kernels", list(ops.qk_norm_rope_kv_write.kernels)
     )
 
     @ops.qk_norm_rope_kv_write.kernel("faulty", layout="paged")
