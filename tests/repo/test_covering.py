@@ -2,6 +2,7 @@
 
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from covering import cases_left_out, covering_cases
@@ -53,7 +54,8 @@ def test_other_seeds_draw_other_cases(request: pytest.FixtureRequest) -> None:
         item = pytest.Function.from_parent(
             function.parent, name=f"case[{number}]", callobj=lambda: None
         )
-        item.callspec = SimpleNamespace(indices={"case": number})
+        callspec: Any = SimpleNamespace(indices={"case": number})
+        item.callspec = callspec
         item.add_marker(pytest.mark.covering)
         return item
 

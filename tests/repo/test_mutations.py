@@ -5,8 +5,10 @@ test-mutations` can apply each of them.
 import shlex
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.mark import KeywordMatcher
@@ -66,7 +68,7 @@ def selects(tests: str, item: pytest.Item) -> bool:
     )
 
 
-def not_noticed(rows: list[Bug | Target], items: list[pytest.Item]) -> list[str]:
+def not_noticed(rows: Sequence[Bug | Target], items: list[pytest.Item]) -> list[str]:
     """The tests of the bugs of which none is among these, but for bugs that say -m ''."""
     by_file: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -85,7 +87,7 @@ def not_noticed(rows: list[Bug | Target], items: list[pytest.Item]) -> list[str]
 
 def test_make_test_runs_a_test_that_has_to_notice_a_bug(request: pytest.FixtureRequest) -> None:
     items = request.session.items
-    rows = [*BUGS, *TARGETS]
+    rows: list[Bug | Target] = [*BUGS, *TARGETS]
     files = {name.partition("::")[0] for row in rows for name in files_of(row.tests)}
     if request.config.option.keyword or not files <= {item.location[0] for item in items}:
         pytest.skip("a part of the tests is selected")
@@ -177,7 +179,7 @@ def test_a_sample_takes_functions_by_turns_and_stays_when_other_lines_change() -
 
 
 def exit_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, healthy: str, **arguments: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, healthy: str, **arguments: Any
 ) -> int:
     """What the command exits with, if its tests pass where the texts given are in the file."""
 
