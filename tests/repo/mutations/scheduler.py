@@ -43,7 +43,7 @@ BUGS = [
     bug("chunks", "first - start, first - image.start,", "first - start, 0,", IMAGE_CACHE),
     bug(
         "chunks",
-        "request.tokens[end] if end < known else 0",
+        "request.tokens[end] if end < num_known else 0",
         "0",
         f"{DRAFTS} -k 'over_the_whole_sequence and chunks'",
     ),
@@ -56,7 +56,7 @@ BUGS = [
     ),
     bug(
         "chunks",
-        "            request.state_from = self.state_rows.before_draft(request.slot)\n",
+        "            request.state_from = self.state_rows.row_before_draft(request.slot)\n",
         "",
         f"{SNAPSHOTS} -k 'rejected_give and some'",
     ),
@@ -209,8 +209,8 @@ BUGS = [
     bug("snapshots", "request.last_snapshot = end", "pass", f"{SNAPSHOTS} -k 'moves_along'"),
     bug(
         "snapshots",
-        "known = next((n for n in range(len(keys), 0, -1) if keys[n - 1] in self._seen), 0)",
-        "known = 0",
+        "num_seen = next((n for n in range(len(keys), 0, -1) if keys[n - 1] in self._seen), 0)",
+        "num_seen = 0",
         f"{SNAPSHOTS} -k 'third_prompt'",
     ),
     bug(
@@ -261,5 +261,5 @@ BUGS = [
         "copies.append((chunk.slot, chunk.state_kept))",
         f"{SNAPSHOTS} -k 'what_a_step_copies'",
     ),
-    bug("step_builder", "self.budget -= chunk.num_tokens", "self.budget -= 1", SCHEDULER),
+    bug("chunks", "self.budget -= chunk.num_tokens", "self.budget -= 1", SCHEDULER),
 ]
