@@ -71,7 +71,7 @@ def test_rows_of_several_steps_are_summed_to_their_end(
     kernel = kernel_of(name.split()[0])
     module = importlib.import_module(kernel.function.__module__)
     tile = few.ExpertsFewTile(64 * 256, 64 * 256, 64, 4)
-    assert -(-width // tile.of_up(width)[1]) == steps
+    assert -(-width // tile.up_shape(width)[1]) == steps
     for table in [table for table in vars(module) if table.startswith("EXPERTS_FEW")]:
         monkeypatch.setattr(module, table, SimpleNamespace(choose=lambda *sizes: tile))
     given = {"hidden": width, "inner": width, "tokens": 1, "bias": True}

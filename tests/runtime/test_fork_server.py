@@ -86,6 +86,7 @@ def test_a_stopped_process_is_replaced_and_its_forks_go_on():
 
 
 def test_a_process_that_was_killed_is_replaced(server):
+    ask(server, b"a")
     os.kill(server._process.pid, signal.SIGKILL)
     assert ask(server, b"a") == b"a\n"
 
