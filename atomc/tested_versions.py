@@ -5,8 +5,8 @@ import importlib.metadata
 import logging
 
 TESTED = {
-    "torch": ("2.11", "2.13", "2.15"),
-    "triton": ("3.6", "3.7", "3.9"),
+    "torch": ("2.11", "2.13", "2.14", "2.15"),
+    "triton": ("3.6", "3.7", "3.8", "3.9"),
     "transformers": ("5.17", "5.23", "5.24"),
 }
 

@@ -90,10 +90,9 @@ class _WithoutAttention:
     def apply(self, graph: Any) -> int:
         from torch._inductor import pattern_matcher
 
+        table = map(_search_and_pattern, pattern_matcher._known_precompiled_patterns)
         attention = {
-            id(pattern)
-            for search, *_, pattern in pattern_matcher._known_precompiled_patterns
-            if search.__name__.startswith("_sfdp")
+            id(pattern) for search, pattern in table if search.__name__.startswith("_sfdp")
         }
         others = pattern_matcher.PatternMatcherPass()
         for key, entries in self.all.patterns.items():
@@ -101,6 +100,15 @@ class _WithoutAttention:
                 entry for entry in entries if id(getattr(entry, "pattern", None)) not in attention
             ]
         return int(others.apply(graph))
+
+
+def _search_and_pattern(entry: Any) -> tuple[Any, Any]:
+    """The search function of an entry of Inductor's table, and the pattern made of it. Entries are
+    tuples, from torch 2.14 on objects.
+    """
+    if isinstance(entry, tuple):
+        return entry[0], entry[-1]
+    return entry.search_fn, entry.search_fn_pattern
 
 
 @functools.cache

@@ -24,13 +24,22 @@ def parse_json(text: bytes) -> Any:
         # A collection would visit all values that are parsed already.
         with gc_disabled():
             return msgspec.json.decode(text[3:] if text[:3] == codecs.BOM_UTF8 else text)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8: {error.reason}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    except msgspec.DecodeError as error:
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        if reason := _encoding_error(text):
+            raise ValueError(f"it is not UTF-8: {reason}") from error
         hint = ", or text is not valid Unicode: a surrogate is alone" * bool(SURROGATE.search(text))
         raise ValueError(f"{error}{hint}") from error
+
+
+def _encoding_error(text: bytes) -> str:
+    """Why bytes are not UTF-8; "" if they are."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return error.reason
+    return ""
 
 
 def _refusal(scan: Callable[..., None], *data: bytes) -> str:
