@@ -20,10 +20,11 @@ from atomc.runtime.constrained.token_masks import TokenMasks
 from atomc.runtime.create_scheduler import create_scheduler
 from atomc.runtime.execution.executor import Executor, Launched, Result
 from atomc.runtime.execution.loading.load import LoadedModel
-from atomc.runtime.execution.timings import Phases, gc_disabled
+from atomc.runtime.execution.timings import Phases
 from atomc.runtime.execution.worker import Worker
 from atomc.runtime.interrupts import interrupts_delayed
 from atomc.runtime.lora_adapters import LoraAdapters
+from atomc.runtime.processes.garbage_collection import gc_disabled
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import RankLauncher
 from atomc.runtime.requests.prompt_image import PromptImage

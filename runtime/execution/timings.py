@@ -1,6 +1,5 @@
 """Duration of the phases of a start, with a progress bar."""
 
-import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,25 +27,3 @@ class Phases:
 
     def close(self) -> None:
         self._bar.close()
-
-
-@contextmanager
-def gc_disabled() -> Iterator[None]:
-    """Disable garbage collection: it takes about a second of a compilation, and a CUDA graph
-    capture must not free memory.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def freeze_heap() -> None:
-    """Collect garbage and leave what lives now out of later collections: one of a process with the
-    libraries of a server takes 60 ms, in which every stream waits. For processes of our own only.
-    """
-    gc.collect()
-    gc.freeze()

@@ -33,9 +33,10 @@ from atomc.runtime.execution.runner import Runner
 from atomc.runtime.execution.slots import Slots
 from atomc.runtime.execution.step_kernels import StepKernels
 from atomc.runtime.execution.threads import Threads, choose, use
-from atomc.runtime.execution.timings import Phases, gc_disabled
+from atomc.runtime.execution.timings import Phases
 from atomc.runtime.execution.views.evaluation_mode import evaluation_mode
 from atomc.runtime.execution.views.user_module import UserModule, check_logits
+from atomc.runtime.processes.garbage_collection import gc_disabled
 from atomc.runtime.requests.sample_spec import SampleSpec
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.scheduling.image_limits import ImageLimits

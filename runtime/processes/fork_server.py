@@ -4,7 +4,6 @@ Such a parser can take minutes and gigabytes, or crash. Its fork has limits, and
 connection: closing it stops the work.
 """
 
-import gc
 import json
 import os
 import resource
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atomc.files.json_types import JSONObject
+from atomc.runtime.processes.garbage_collection import freeze_heap
 
 # Lower the priority of forks.
 NICE = 10
@@ -133,7 +133,7 @@ def serve_forks(respond: Callable[[socket.socket], None], error: str | None = No
     greeting = json.dumps({} if error is None else {"error": error}).encode() + b"\n"
     listener = socket.socket(fileno=int(sys.argv[1]))
     os.nice(NICE)
-    gc.freeze()  # forks would copy the memory of objects that their collector marks
+    freeze_heap()  # forks would copy the memory of objects that their collector marks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the supervisors automatically
     while True:
         _, fds, _, _ = socket.recv_fds(listener, 1, 1)

@@ -11,8 +11,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from atomc.errors import first_line
 from atomc.runtime.execution.executor import Launched
-from atomc.runtime.execution.timings import Phases, freeze_heap
+from atomc.runtime.execution.timings import Phases
 from atomc.runtime.execution.worker import Worker
+from atomc.runtime.processes.garbage_collection import freeze_heap
 from atomc.runtime.processes.stderr_log import exit_process
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.endpoint import use_tcp

@@ -228,7 +228,7 @@ async def _run(
     traces: "Traces | None",
 ) -> int:
     """Serve until shutdown; returns the exit status of the process."""
-    from atomc.runtime.execution.timings import freeze_heap
+    from atomc.runtime.processes.garbage_collection import freeze_heap
     from atomc.runtime.server.app import create_app
     from atomc.runtime.server.http.web_server import ShutdownMiddleware, WebServer
     from atomc.runtime.server.running_service import running_service

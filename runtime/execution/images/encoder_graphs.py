@@ -15,7 +15,7 @@ from atomc.compiler.cudagraphs import CapturedCall, Pool
 from atomc.encoder import EncoderProgram, Grid
 from atomc.errors import first_line
 from atomc.ops.inputs import PatchInputs
-from atomc.runtime.execution.timings import gc_disabled
+from atomc.runtime.processes.garbage_collection import gc_disabled
 
 # With more patches, an encoder takes longer on the device than its launches on the host:
 # Qwen3-VL-2B takes 12.6 ms on an H100 for 4,096 patches, in 330 launches.

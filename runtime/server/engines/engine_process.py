@@ -18,7 +18,7 @@ from tqdm import tqdm
 from atomc.files.atomic_file import write_atomically
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.execution.timings import freeze_heap
+from atomc.runtime.processes.garbage_collection import freeze_heap
 from atomc.runtime.processes.stderr_log import exit_process, log_to_stderr
 from atomc.runtime.ranks.endpoint import use_tcp
 from atomc.runtime.ranks.rank_failed import RankFailed

@@ -9,7 +9,7 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from atomc.runtime.execution.timings import gc_disabled
+from atomc.runtime.processes.garbage_collection import gc_disabled
 from atomc.runtime.server.http.errors import invalid
 from atomc.runtime.text.json_scan import JSONScan
 

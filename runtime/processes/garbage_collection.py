@@ -1,0 +1,27 @@
+"""When Python's garbage collector runs in the processes of an engine and a server."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def gc_disabled() -> Iterator[None]:
+    """Disable garbage collection: it takes about a second of a compilation, and a CUDA graph
+    capture must not free memory.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def freeze_heap() -> None:
+    """Collect garbage and leave what lives now out of later collections: one of a process with the
+    libraries of a server takes 60 ms, in which every stream waits. For processes of our own only.
+    """
+    gc.collect()
+    gc.freeze()
