@@ -170,11 +170,15 @@ def _sources(options: Options) -> Parts:
     return parts | sources_in("kernels") | sources_in("")
 
 
-def sources_in(place: str) -> Parts:
-    """A digest per file of a folder of the package, or of one file; "": all that influence
+def sources_in(*places: str) -> Parts:
+    """A digest per file of folders of the package, or of single files; "": all that influence
     compilation except kernels.
     """
-    files = [place] if place.endswith(".py") else _package_files(place)
+    files = [
+        path
+        for place in places
+        for path in ([place] if place.endswith(".py") else _package_files(place))
+    ]
     return {f"source of atomc/{path}": file_digest(PACKAGE / path) for path in files}
 
 

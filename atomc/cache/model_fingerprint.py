@@ -96,7 +96,7 @@ def model_parts(
         "kind of program": f"runtime, by its modules{', weights owned' * owned}",
         "inputs": str(takes),
         **environment_parts(options, platform),
-        **{key: part for folder in MODEL_CODE for key, part in sources_in(folder).items()},
+        **sources_in(*MODEL_CODE),
     }
     parts |= {f"setting of {name}": ", ".join(changed_settings(name)) for name in _SETTINGS}
     parts |= {

@@ -194,8 +194,7 @@ def _entry(model: StockModel, key: str | None, options: Options) -> Entry[_Verdi
             f"{file_digest(Path(inspect.getfile(kind)))}",
             "configuration": digest(model.config.to_json_string(use_diff=False)),
             "version of transformers": transformers.__version__,
-            **{key: part for folder in MODEL_CODE for key, part in sources_in(folder).items()},
-            **sources_in("runtime/execution/self_check.py"),
+            **sources_in(*MODEL_CODE, "runtime/execution/self_check.py"),
         },
         options,
     )
