@@ -64,8 +64,8 @@ BUGS = [
     ),
     bug(
         "rows/norm_quant",
-        'if scheme == "int8_per_token":',
-        'if scheme == "none":',
+        '"int8_per_token": "truncates',
+        '"none": "truncates',
         values("norm_quant.add_rms_norm_quant"),
     ),
     bug(

@@ -34,6 +34,11 @@ MAX_COLUMNS = 8192
 GROUPLESS = (4096, 6144)
 # The kernels store whole dwords: a row of codes that does not end on one would end in the next row.
 STORED_CODES = 4
+# Scheme -> what the kernel does instead.
+UNSERVED = {
+    "fp8_static": "finds its scale itself, here it is given",
+    "int8_per_token": "truncates to int8, where the op rounds to nearest",
+}
 
 
 def _refuse(
@@ -61,27 +66,30 @@ def _refuse(
         return Refusal(
             "argument", "AITER's compiled kernel does not write the norm besides its codes"
         )
-    if scheme == "fp8_static":
-        return Refusal(
-            "argument", "AITER's compiled kernel finds its scale itself, here it is given"
-        )
-    if scheme == "int8_per_token":
-        return Refusal(
-            "argument", "AITER's compiled kernel truncates to int8, where the op rounds to nearest"
-        )
-    if scheme in ("fp8_group", "mxfp4") and GROUPLESS[0] < x.shape[-1] <= GROUPLESS[1]:
-        return Refusal(
-            "shape",
-            f"rows of {x.shape[-1]}: AITER's compiled kernel forms no groups in rows of more than "
-            f"{GROUPLESS[0]} columns, up to {GROUPLESS[1]}",
-        )
+    if scheme in UNSERVED:
+        return Refusal("argument", f"AITER's compiled kernel {UNSERVED[scheme]}")
+    if scheme in ("fp8_group", "mxfp4") and (reason := _groupless(x.shape[-1])):
+        return reason
     if scheme.startswith("fp8") and (reason := foreign_fp8(platform, dtype)):
         return reason
-    if scheme == "fp8_group" and (group not in (64, 128) or x.shape[-1] % group):
+    return _unfit_groups(x.shape[-1], scheme, group, rounding)
+
+
+def _groupless(width: int) -> Refusal | None:
+    if GROUPLESS[0] < width <= GROUPLESS[1]:
         return Refusal(
             "shape",
-            f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole "
-            "groups of 64 or 128",
+            f"rows of {width}: AITER's compiled kernel forms no groups in rows of more than "
+            f"{GROUPLESS[0]} columns, up to {GROUPLESS[1]}",
+        )
+    return None
+
+
+def _unfit_groups(width: int, scheme: str, group: int, rounding: str) -> Refusal | None:
+    if scheme == "fp8_group" and (group not in (64, 128) or width % group):
+        return Refusal(
+            "shape",
+            f"groups of {group} in rows of {width}: AITER's kernel takes whole groups of 64 or 128",
         )
     if scheme == "mxfp4" and rounding != "up":
         return Refusal(
