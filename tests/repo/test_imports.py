@@ -64,7 +64,7 @@ LAYERS = [
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-# Passes ask `select` whether somebody serves an op; models are plain PyTorch and know ops only.
+# Passes ask `select` whether a kernel serves an op; models are plain PyTorch and know ops only.
 HIDDEN = {"passes": {"kernels"}, "models": RANK.keys() - {"models", "ops", "files"}}
 # They hand out names of all layers, lazily.
 EXEMPT = {"__init__.py", "__main__.py"}
@@ -97,14 +97,19 @@ def imported(text):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            names = [f"{module}.{alias.name}" for alias in node.names]
+            # `from atomc import Options` is a name of atomc, `from atomc import ops` a room.
+            names = [
+                module
+                if module == "atomc" and not is_module(alias.name)
+                else f"{module}.{alias.name}"
+                for alias in node.names
+            ]
         else:
             continue
         for name in names:
             head, _, rest = name.partition(".")
             if head == "atomc":
-                # `from atomc import Options` is a name of atomc, `from atomc import ops` a room.
-                yield node.lineno, "" if "." not in rest and not is_module(rest) else rest
+                yield node.lineno, rest
             elif not head:
                 raise AssertionError(
                     f"line {node.lineno}: relative import of {name.rpartition('.')[0]}: write atomc..."
@@ -112,7 +117,7 @@ def imported(text):
 
 
 def is_module(name):
-    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file() or "_" in name
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
 
 
 def violations(path, text):
