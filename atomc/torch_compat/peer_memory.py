@@ -179,7 +179,7 @@ def _tried(buffers: Sequence[Tensor], rank: int, group: ProcessGroup) -> str:
     if any(_gathered(why, group)):
         return why
     got, why = _attempt(received)
-    _gathered(why, group)  # nobody writes before all have cleared what they received
+    _gathered(why, group)  # no rank writes before all have cleared what they received
     return why or ("" if got == list(range(len(buffers))) else f"received {got}")
 
 

@@ -167,7 +167,7 @@ def free(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def is_freed(parameter: nn.Parameter) -> bool:
-    """Whether `free` took its memory, and nobody gave it other memory since."""
+    """Whether `free` took its memory, and it has been given no other memory since."""
     location = _table.get(id(parameter))
     return location is not None and location.freed and parameter.data_ptr() == location.address
 

@@ -87,8 +87,8 @@ class AllToAll(PrepareFinalize):
     ) -> Tensor:
         record = dispatched.sent
         assert isinstance(record, _Rows)
-        chosen = Delegate.resolve(weight_and_reduce, Contiguous())
-        sums = chosen.apply(results, dispatched.weights)
+        reduction = Delegate.resolve(weight_and_reduce, Contiguous())
+        sums = reduction.apply(results, dispatched.weights)
         back = self.ranks.all_to_all(sums, record.sent, record.received)()
         return rows_at(back, record.slots).sum(1, dtype=torch.float32).to(results.dtype)
 
@@ -96,6 +96,6 @@ class AllToAll(PrepareFinalize):
         """Whether a token has an expert of a rank. [T, k] -> [T, ranks] bool."""
         valid = (ids >= 0) & (ids < len(self.owner))
         owner = self.owner[ids.clamp(0, len(self.owner) - 1).long()]
-        nobody = self.ranks.size
-        wanted = ids.new_zeros(len(ids), nobody + 1, dtype=torch.bool)
-        return wanted.scatter_(1, owner.masked_fill(~valid, nobody), True)[:, :nobody]
+        ranks = self.ranks.size  # also the column of what has no owner
+        wanted = ids.new_zeros(len(ids), ranks + 1, dtype=torch.bool)
+        return wanted.scatter_(1, owner.masked_fill(~valid, ranks), True)[:, :ranks]

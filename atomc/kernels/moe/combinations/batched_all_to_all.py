@@ -108,8 +108,8 @@ class BatchedAllToAll(PrepareFinalize):
         experts, _, width = results.shape
         by_rank = in_places.view(experts, self.ranks.size, -1, width).transpose(0, 1)
         back = self.ranks.all_to_all(by_rank.flatten(0, 1))()  # [E, m, H]
-        chosen = Delegate.resolve(weight_and_reduce, NaiveBatched(record.slots))
-        return chosen.apply(back, dispatched.weights)
+        reduction = Delegate.resolve(weight_and_reduce, NaiveBatched(record.slots))
+        return reduction.apply(back, dispatched.weights)
 
     def _by_expert(self, received: Tensor) -> Tensor:
         """[ranks * L, m, W] -> [L, ranks * m, W]."""

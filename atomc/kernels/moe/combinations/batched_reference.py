@@ -53,5 +53,5 @@ class BatchedReference(PrepareFinalize):
         self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
     ) -> Tensor:
         assert isinstance(dispatched.sent, _Slots)
-        chosen = Delegate.resolve(weight_and_reduce, NaiveBatched(dispatched.sent.slots))
-        return chosen.apply(results, dispatched.weights)
+        reduction = Delegate.resolve(weight_and_reduce, NaiveBatched(dispatched.sent.slots))
+        return reduction.apply(results, dispatched.weights)

@@ -105,8 +105,8 @@ class Mori(PrepareFinalize):
     ) -> Tensor:
         record = dispatched.sent
         assert isinstance(record, _Tokens)
-        chosen = Delegate.resolve(weight_and_reduce, Contiguous())
-        sums = chosen.apply(results, dispatched.weights).contiguous()
+        reduction = Delegate.resolve(weight_and_reduce, Contiguous())
+        sums = reduction.apply(results, dispatched.weights).contiguous()
         added, _ = record.operator.combine(sums, None, record.ids)
         out: Tensor = added[: record.tokens].clone()  # of memory that the next call writes
         return out

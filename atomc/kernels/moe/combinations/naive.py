@@ -74,8 +74,8 @@ class Naive(PrepareFinalize):
         self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
     ) -> Tensor:
         assert isinstance(dispatched.sent, _Tokens)
-        chosen = Delegate.resolve(weight_and_reduce, Contiguous())
-        added = chosen.apply(results, dispatched.weights)
+        reduction = Delegate.resolve(weight_and_reduce, Contiguous())
+        added = reduction.apply(results, dispatched.weights)
         return self.ranks.reduce_scatter(added)[: dispatched.sent.of_this_rank]
 
     def _most(self, ids: Tensor) -> int:

@@ -29,5 +29,5 @@ class NoEP(PrepareFinalize):
     def finalize(
         self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
     ) -> Tensor:
-        chosen = Delegate.resolve(weight_and_reduce, Contiguous())
-        return chosen.apply(results, dispatched.weights)
+        reduction = Delegate.resolve(weight_and_reduce, Contiguous())
+        return reduction.apply(results, dispatched.weights)
