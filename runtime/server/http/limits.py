@@ -9,7 +9,7 @@ from atomc.runtime.server.http.errors import invalid
 FIELDS = 128
 # Lengths of lists.
 MESSAGES = 2**12
-CONTENT_BLOCKS = 3 * 2**10
+CONTENT_BLOCKS = 2**11
 TOOLS = 128
 STOP_STRINGS = 32
 STOP_CHARACTERS = 256

@@ -467,7 +467,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [*HELLO, {"role": "assistant", "content": ""}]}, "does not end with text"),
         ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages: it has 4097 messages, at most 4096"),
         ({"messages": [{"role": "user", "content": [{}] * 5000}] * 4}, "it has 20000 content blocks"),
-        ({"system": [{}] * 20000}, "system: .*it has 20000 content blocks, at most 3072"),
+        ({"system": [{}] * 20000}, "system: .*it has 20000 content blocks, at most 2048"),
         (block(type="tool_result", content=[{}] * 20000), "it has 20001 content blocks"),
         (block(type="video"), "'video' .*'text', 'image', 'tool_result'"),
         (block(type="thinking", thinking="x"), "'thinking' .*'text', 'image', 'tool_result'"),
