@@ -270,22 +270,31 @@ def _fields_of(item: Any) -> dict[str, Any]:
 
 
 def _instructions(code: types.CodeType) -> tuple[object, ...]:
-    constants = [
-        _instructions(item) if isinstance(item, types.CodeType) else item for item in code.co_consts
-    ]
+    constants = [_constant(item) for item in code.co_consts]
     return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+
+
+def _constant(item: object) -> object:
+    """The same text in each process: that of a set depends on the hashes of its items."""
+    if isinstance(item, types.CodeType):
+        return _instructions(item)
+    return sorted(map(repr, item)) if isinstance(item, frozenset) else item
 
 
 @functools.cache
 def _names_in(code: types.CodeType) -> frozenset[str]:
     """The names and texts in code, and in the functions inside it."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            names.add(constant)
-        elif isinstance(constant, types.CodeType):
-            names |= _names_in(constant)
-    return frozenset(names)
+    return frozenset(code.co_names).union(*map(_names_of_constant, code.co_consts))
+
+
+def _names_of_constant(item: object) -> frozenset[str]:
+    if isinstance(item, str):
+        return frozenset({item})
+    if isinstance(item, types.CodeType):
+        return _names_in(item)
+    if isinstance(item, tuple | frozenset):
+        return frozenset().union(*map(_names_of_constant, item))
+    return frozenset()
 
 
 def _imported(name: str, package: str) -> Iterator[str]:
