@@ -22,7 +22,7 @@ os.environ.update(gpu_of_worker())
 import pytest
 import shared_objects
 import torch
-from covering import cases_left_out
+from covering import cases_left_out, rotating_left_out
 from serving import COMPILED, KEY, serving
 
 from atomc import kernels
@@ -61,7 +61,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--grid-seed",
         type=int,
-        help="draws the cases of kernel_grid.py and covering.py that run beside the fixed ones",
+        help="draws the cases of kernel_grid.py, and the cases and tests of covering.py, that run",
     )
     parser.addoption(
         "--third",
@@ -88,7 +88,8 @@ def pytest_report_header(config):
 
 @pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
 def pytest_collection_modifyitems(config, items):
-    for item in cases_left_out(items, config.option.grid_seed):
+    seed_of_run = config.option.grid_seed
+    for item in cases_left_out(items, seed_of_run) + rotating_left_out(items, seed_of_run):
         item.add_marker(pytest.mark.slow)
     third = config.option.third
     if third is not None:  # of each file, so that no subject is left out

@@ -1,8 +1,11 @@
-"""Which cases of a test run per change, where each takes seconds: the marker `covering`.
+"""Which tests of several seconds run per change: the markers `covering` and `rotating`. All of them
+run under `make test-all`.
 
-Fixed: few cases in which all values of its parameters occur, and from three parameters on all pairs
-of values; of a test with one parameter, the first case. Drawn: one of the others, by
---grid-seed. All of them run under `make test-all`. A new case needs no entry.
+covering   of the cases of a test, fixed: few in which all values of its parameters occur, and from
+           three parameters on all pairs of values; of a test with one parameter, the first case.
+           Drawn by --grid-seed: one of the others. A new case needs no entry.
+rotating   a test, or what remains of its cases, at one change in ROTATION, drawn by --grid-seed:
+           for tests of what other, shorter ones test in parts.
 """
 
 import random
@@ -10,13 +13,30 @@ from itertools import combinations
 
 import pytest
 
+ROTATION = 3
+
+
+def rotating_left_out(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """The tests marked `rotating` that do not run per change."""
+    return [
+        item
+        for item in items
+        if item.get_closest_marker("rotating")
+        and random.Random(f"{seed} {function_id(item)}").randrange(ROTATION)
+    ]
+
+
+def function_id(item: pytest.Item) -> str:
+    """The node id without the case."""
+    return item.nodeid.partition("[")[0]
+
 
 def cases_left_out(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
     """The cases of marked tests that do not run per change."""
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
-            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            by_test.setdefault(function_id(item), []).append(item)
     left_out = []
     for name, cases in by_test.items():
         indices = [case.callspec.indices for case in cases]  # type: ignore[attr-defined]

@@ -1,11 +1,13 @@
-"""The cases of a marked test that run per change cover its values, and a seed draws one more."""
+"""The cases of a marked test that run per change cover its values, and a seed draws one more; of
+rotating tests a seed draws a third.
+"""
 
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from covering import cases_left_out, covering_cases
+from covering import ROTATION, cases_left_out, covering_cases, rotating_left_out
 
 
 def indices(*numbers: int) -> list[dict[str, int]]:
@@ -48,14 +50,37 @@ def test_the_first_case_runs_and_one_that_the_seed_draws(request: pytest.Fixture
     assert len(cases) == 2 and cases[0].name == "test_a_marked_case[0]"
 
 
+def item_of(request: pytest.FixtureRequest, name: str) -> Any:
+    parent = request.node.parent
+    return pytest.Function.from_parent(parent, name=name, callobj=lambda: None)
+
+
+def test_each_seed_draws_a_third_of_the_rotating_tests_with_all_their_cases(
+    request: pytest.FixtureRequest,
+) -> None:
+    names = [f"test_{number}" for number in range(60)]
+    items = [item_of(request, f"{name}{case}") for name in names for case in ("[a]", "[b]", "")]
+    rotating = items[:150]
+    for item in rotating:
+        item.add_marker(pytest.mark.rotating)
+    runs = []
+    for seed in range(20):
+        left_out = rotating_left_out(items, seed)
+        assert set(left_out) <= set(rotating)
+        drawn = [item.name for item in rotating if item not in left_out]
+        assert drawn == [
+            f"{name}{case}" for name in names if name in drawn for case in ("[a]", "[b]", "")
+        ]
+        runs.append(drawn)
+    share = sum(map(len, runs)) / (20 * len(rotating))
+    assert abs(share - 1 / ROTATION) < 0.1
+    assert {name for drawn in runs for name in drawn} == {item.name for item in rotating}
+
+
 def test_other_seeds_draw_other_cases(request: pytest.FixtureRequest) -> None:
     def case(number: int) -> pytest.Item:
-        function = request.node
-        item = pytest.Function.from_parent(
-            function.parent, name=f"case[{number}]", callobj=lambda: None
-        )
-        callspec: Any = SimpleNamespace(indices={"case": number})
-        item.callspec = callspec
+        item = item_of(request, f"case[{number}]")
+        item.callspec = SimpleNamespace(indices={"case": number})
         item.add_marker(pytest.mark.covering)
         return item
 
