@@ -405,7 +405,8 @@ REFUSED: list[tuple[str, Damage, str | tuple[str, ...]]] = [
      "config.json: text_config.num_hidden_layers is 1000000000, expected at most 512"),
     ("llama", config(head_dim=10**9), FIT + "model.layers.0.self_attn.q_proj.weight is [16, 16], expected [4000000000, "),
     ("olmoe", config(**GPT_J, max_position_embeddings=2**31 - 1),
-     "config.json describes a GPTJForCausalLM with 1024.0 GiB of masks and tables such as transformer.h.0.attn."),
+     ("config.json describes a GPTJForCausalLM with 1024.0 GiB of masks and tables such as transformer.h.0.attn.",
+      "config.json describes a GPTJForCausalLM with 512.0 GiB of masks and tables such as transformer.rotary_emb.")),
     # Heads, layers, flags
     ("llama", config(num_attention_heads=3), "llama: num_attention_heads 3 is not a multiple of num_key_value_heads 2"),
     ("llama", config(head_dim=7), "llama: head_dim 7 is odd"),
