@@ -1,7 +1,7 @@
 """Deltas of a chat message: reasoning, content and tool calls."""
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar, Protocol
@@ -80,9 +80,8 @@ def merge_deltas(deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
 class DeltaBuilder:
     """Collects deltas, numbers the tool calls and removes white space around them."""
 
-    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
+    def __init__(self) -> None:
         self.num_calls = 0
-        self._new_id = new_id
         self._deltas: list[MessageDelta] = []
         # Trailing white space of the content, dropped if a call follows.
         self._space: list[str] = []
@@ -99,7 +98,7 @@ class DeltaBuilder:
 
     def call(self, name: str) -> None:
         self._space.clear()
-        self._deltas.append(ToolCallStart(self.num_calls, self._new_id(), name))
+        self._deltas.append(ToolCallStart(self.num_calls, call_id(), name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:

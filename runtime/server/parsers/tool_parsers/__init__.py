@@ -8,14 +8,14 @@ the client gets what the model wrote.
 
 from collections.abc import Callable, Mapping
 
-from atomc.runtime.server.parsers.message_deltas import Parser, call_id
+from atomc.runtime.server.parsers.message_deltas import Parser
 from atomc.runtime.server.parsers.tool_parsers import deepseek
 from atomc.runtime.server.parsers.tool_parsers.deepseek import DeepSeekToolParser
 from atomc.runtime.server.parsers.tool_parsers.harmony import CHANNEL, HARMONY, START, HarmonyParser
 from atomc.runtime.server.parsers.tool_parsers.hermes import BEGIN, HermesToolParser
 from atomc.runtime.server.parsers.tool_parsers.llama import TAG, LlamaToolParser
 
-TOOL_PARSERS: Mapping[str, Callable[[Callable[[], str]], Parser]] = {
+TOOL_PARSERS: Mapping[str, Callable[[], Parser]] = {
     "hermes": HermesToolParser,
     "qwen3": HermesToolParser,
     "llama3": LlamaToolParser,
@@ -27,11 +27,11 @@ OTHER_BODIES = ("<function=", "<arg_key>")
 LLAMA_HEADER = "<|start_header_id|>"
 
 
-def tool_parser(name: str, new_id: Callable[[], str] = call_id) -> Parser:
-    """A parser for one choice; new_id makes ids of calls. Raises ValueError for another name."""
+def tool_parser(name: str) -> Parser:
+    """A parser for one choice. Raises ValueError for another name."""
     if name not in TOOL_PARSERS:
         raise ValueError(f"unknown tool parser {name!r}, expected one of {', '.join(TOOL_PARSERS)}")
-    return TOOL_PARSERS[name](new_id)
+    return TOOL_PARSERS[name]()
 
 
 def detect_tool_parser(chat_template: str, model_type: str | None = None) -> str | None:

@@ -8,10 +8,8 @@ block of json. Format: chat templates and model cards (section "Toolcall") of
 deepseek-ai/DeepSeek-V3-0324, DeepSeek-R1-0528 and DeepSeek-V3.1.
 """
 
-from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.parsers.message_deltas import call_id
 from atomc.runtime.server.parsers.tool_parsers.json_call import SPACE
 from atomc.runtime.server.parsers.tool_parsers.state_machine import ArgumentsStateMachine
 
@@ -30,11 +28,10 @@ BLOCK = "```json"
 class DeepSeekToolParser(ArgumentsStateMachine):
     markers: ClassVar[tuple[str, ...]] = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
 
-    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
-        super().__init__(new_id)
+    def __init__(self) -> None:
+        super().__init__()
         self._kind = ""
         self._head: list[str] = []  # the text between separator and arguments
-        self._state = self._read_content
 
     def _finish_content(self, rest: str) -> None:
         if self._state != self._end_arguments:

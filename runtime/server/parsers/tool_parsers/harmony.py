@@ -10,10 +10,8 @@ Format: cookbook.openai.com/articles/openai-harmony and the chat template of ope
 """
 
 import re
-from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.parsers.message_deltas import call_id
 from atomc.runtime.server.parsers.tool_parsers.json_call import SPACE
 from atomc.runtime.server.parsers.tool_parsers.state_machine import ArgumentsStateMachine
 
@@ -37,10 +35,8 @@ class HarmonyParser(ArgumentsStateMachine):
 
     markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
-    def __init__(
-        self, new_id: Callable[[], str] = call_id, *, reasoning: bool = False, tools: bool = True
-    ) -> None:
-        super().__init__(new_id)
+    def __init__(self, *, reasoning: bool = False, tools: bool = True) -> None:
+        super().__init__()
         self._reasoning, self._tools = reasoning, tools
         self._name = ""
         self._separators = {"content": "", "reasoning": ""}
@@ -59,10 +55,10 @@ class HarmonyParser(ArgumentsStateMachine):
         if self._text.startswith(*HEADERS):
             self._state = self._read_header
         else:
-            self._content(self._read_outside)
+            self._content(self._read_content)
         return True
 
-    def _read_outside(self) -> bool:
+    def _read_content(self) -> bool:
         """Text outside of messages is content."""
         text, marker = self._text.take_until(START)
         self._deltas.content(text)
@@ -76,7 +72,7 @@ class HarmonyParser(ArgumentsStateMachine):
         if marker == MESSAGE:
             self._start_message("".join(self._raw))
         elif marker:
-            self._content(self._read_outside, marker)
+            self._content(self._read_content, marker)
         return bool(marker)
 
     def _start_message(self, raw: str) -> None:
@@ -136,5 +132,5 @@ class HarmonyParser(ArgumentsStateMachine):
         if marker == START:
             self._enter(self._read_header, marker)
         elif marker:
-            self._enter(self._read_outside)
+            self._enter(self._read_content)
         return bool(marker)

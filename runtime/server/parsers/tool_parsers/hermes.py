@@ -9,10 +9,8 @@ github.com/NousResearch/Hermes-Function-Calling) and the chat template of Qwen/Q
 calls are several pairs of tags.
 """
 
-from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.parsers.message_deltas import call_id
 from atomc.runtime.server.parsers.tool_parsers.json_call import JsonCallParser
 from atomc.runtime.server.parsers.tool_parsers.state_machine import JsonCallStateMachine
 
@@ -21,10 +19,6 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 class HermesToolParser(JsonCallStateMachine):
     markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
-
-    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
-        super().__init__(new_id)
-        self._state = self._read_content
 
     def _finish_content(self, rest: str) -> None:
         if self._state != self._end_call:

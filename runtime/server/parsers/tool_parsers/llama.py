@@ -8,10 +8,8 @@ Format: the prompt format pages of github.com/meta-llama/llama-models
 meta-llama/Llama-3.1-8B-Instruct.
 """
 
-from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.parsers.message_deltas import call_id
 from atomc.runtime.server.parsers.tool_parsers.json_call import SPACE, JsonCallParser
 from atomc.runtime.server.parsers.tool_parsers.state_machine import JsonCallStateMachine
 
@@ -21,8 +19,8 @@ TAG = "<|python_tag|>"
 class LlamaToolParser(JsonCallStateMachine):
     markers: ClassVar[tuple[str, ...]] = (TAG,)
 
-    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
-        super().__init__(new_id)
+    def __init__(self) -> None:
+        super().__init__()
         self._state = self._end_call
 
     def _finish_content(self, rest: str) -> None:

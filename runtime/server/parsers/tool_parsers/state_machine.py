@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from atomc.runtime.server.parsers.message_deltas import DeltaBuilder, MessageDelta, call_id
+from atomc.runtime.server.parsers.message_deltas import DeltaBuilder, MessageDelta
 from atomc.runtime.server.parsers.text_buffer import TextBuffer
 from atomc.runtime.server.parsers.tool_parsers.json_call import JsonCallParser, JsonScanner
 
@@ -11,14 +11,14 @@ class StateMachineParser:
     """A Parser whose `_state` is called while there is text. A state returns False if it needs more
     text.
 
-    A subclass sets the first `_state` and implements `_finish_content`.
+    A subclass implements `_finish_content` and the first state, `_read_content`.
     """
 
-    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
+    def __init__(self) -> None:
         self._text = TextBuffer()
-        self._deltas = DeltaBuilder(new_id)
+        self._deltas = DeltaBuilder()
         self._raw: list[str] = []  # becomes content if this is not a call
-        self._state: Callable[[], bool]
+        self._state: Callable[[], bool] = self._read_content
 
     def feed(self, text: str) -> list[MessageDelta]:
         self._text.feed(text)
@@ -44,12 +44,16 @@ class StateMachineParser:
         """Add what is left of the text to the deltas, or drop it."""
         raise NotImplementedError
 
+    def _read_content(self) -> bool:
+        """The state outside of calls."""
+        raise NotImplementedError
+
 
 class ArgumentsStateMachine(StateMachineParser):
     """A StateMachineParser of calls whose name stands before the arguments."""
 
-    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
-        super().__init__(new_id)
+    def __init__(self) -> None:
+        super().__init__()
         self._arguments = JsonScanner()
 
     def _start_call(self, name: str) -> None:
@@ -75,8 +79,8 @@ class JsonCallStateMachine(StateMachineParser):
     with `_read_content` if it is no call.
     """
 
-    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
-        super().__init__(new_id)
+    def __init__(self) -> None:
+        super().__init__()
         self._call = JsonCallParser()
 
     def _read_call(self) -> bool:
@@ -98,8 +102,4 @@ class JsonCallStateMachine(StateMachineParser):
 
     def _end_call(self) -> bool:
         """The state after a call."""
-        raise NotImplementedError
-
-    def _read_content(self) -> bool:
-        """The state outside of calls."""
         raise NotImplementedError

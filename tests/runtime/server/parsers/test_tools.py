@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from itertools import count
 
 import pytest
 
@@ -37,15 +36,18 @@ from atomc.runtime.server.parsers.tool_parsers.deepseek import (
 CITY = '{"city": "Paris"}'
 
 
-def parser(name):
-    numbers = count()
-    return tool_parser(name, lambda: f"id{next(numbers)}")
-
-
 def parsed(parser, *parts):
-    """All deltas, with adjacent ones of the same type merged."""
+    """All deltas, with adjacent ones of the same type merged, and numbered ids."""
     pieces = [piece for part in parts for piece in parser.feed(part)]
-    return merge_deltas(pieces + parser.finish())
+    return without_ids(merge_deltas(pieces + parser.finish()))
+
+
+def without_ids(deltas):
+    """The deltas with the ids of `called`."""
+    return [
+        replace(delta, id=f"id{delta.index}") if isinstance(delta, ToolCallStart) else delta
+        for delta in deltas
+    ]
 
 
 def called(*calls, before="", after=""):
@@ -199,20 +201,20 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_text_is_understood(case):
     name, text, pieces = CASES[case]
-    assert parsed(parser(name), text) == pieces
+    assert parsed(tool_parser(name), text) == pieces
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_character_by_character_gives_the_same(case):
     name, text, pieces = CASES[case]
-    assert parsed(parser(name), *text) == pieces
+    assert parsed(tool_parser(name), *text) == pieces
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_two_parts_give_the_same(case):
     name, text, pieces = CASES[case]
     for at in range(len(text)):
-        assert parsed(parser(name), text[:at], "", text[at:]) == pieces, at
+        assert parsed(tool_parser(name), text[:at], "", text[at:]) == pieces, at
 
 
 # Fragments of the formats, so that random texts resemble calls.
@@ -236,9 +238,9 @@ def test_any_text_in_any_parts_gives_the_same_as_at_once(name, data):
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=24)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = parsed(parser(name), text)
-    assert parsed(parser(name), *parts) == whole
-    assert parsed(parser(name), *text) == whole
+    whole = parsed(tool_parser(name), text)
+    assert parsed(tool_parser(name), *parts) == whole
+    assert parsed(tool_parser(name), *text) == whole
 
 
 def written(name, calls):
@@ -284,33 +286,31 @@ CALLED = st.tuples(
 def test_calls_with_any_arguments_are_read_as_they_were_written(name, calls, size):
     text = written(name, calls)
     parts = [text[at : at + size] for at in range(0, len(text), size)]
-    assert parsed(parser(name), *parts) == called(*calls)
+    assert parsed(tool_parser(name), *parts) == called(*calls)
 
 
 @pytest.mark.parametrize("name", FRAGMENTS)
 def test_arguments_come_as_they_are_written_and_not_at_the_end(name):
-    reader = parser(name)
+    reader = tool_parser(name)
     arguments = json.dumps({"city": "Paris", "days": list(range(10))})
     text = written(name, [("f", arguments)])
     seen = [piece for char in text for piece in reader.feed(char)]
     fragments = [piece.text for piece in seen if isinstance(piece, ToolCallArguments)]
     assert "".join(fragments) == arguments
     assert len(fragments) == len(arguments)
-    assert seen[0] == ToolCallStart(0, "id0", "f")
+    assert without_ids(seen)[0] == ToolCallStart(0, "id0", "f")
 
 
 @pytest.mark.parametrize("name", ["hermes", "deepseek"])
 def test_content_is_unchanged(name):
-    reader = parser(name)
+    reader = tool_parser(name)
     assert reader.feed("Let me <look") == [ContentDelta("Let me <look")]
 
 
 def test_ids_are_new_each_time():
     text = '<tool_call>{"name": "f"}</tool_call>' * 2
     ids = [
-        piece.id
-        for piece in parsed(tool_parser("hermes"), text)
-        if isinstance(piece, ToolCallStart)
+        piece.id for piece in tool_parser("hermes").feed(text) if isinstance(piece, ToolCallStart)
     ]
     assert len(set(ids)) == 2
     assert all(re.fullmatch(r"call_[0-9a-f]{24}", found) for found in ids)
@@ -355,7 +355,7 @@ def test_what_is_left_of_thinking_is_read_for_calls(size):
         f'<think>\nI call <tool_call>.\n</think>\n\nSo.\n<tool_call>\n{{"name": "f", '
         f'"arguments": {CITY}}}\n</tool_call>'
     )
-    answer = OutputParser(reasoning_parser("think"), parser("hermes"))
+    answer = OutputParser(reasoning_parser("think"), tool_parser("hermes"))
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     assert parsed(answer, *parts) == [
         ReasoningDelta("I call <tool_call>."),
@@ -376,11 +376,7 @@ def test_harmony_gives_reasoning_calls_and_content(size):
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     before = [ReasoningDelta("Hm."), ContentDelta("I look.")]
     after = [ReasoningDelta("\n\nSo."), ContentDelta("\n\nDone.")]
-    assert without_ids(parsed(answer, *parts)) == [*before, *called(("f", CITY)), *after]
-
-
-def without_ids(deltas):
-    return [replace(x, id=f"id{x.index}") if isinstance(x, ToolCallStart) else x for x in deltas]
+    assert parsed(answer, *parts) == [*before, *called(("f", CITY)), *after]
 
 
 @pytest.mark.parametrize("end", ["", "<|end|>", "<|call|>"])
@@ -391,7 +387,7 @@ def test_harmony_arguments_with_an_open_string_contain_the_reasoning_that_follow
         "<|start|>assistant<|channel|>final<|message|>Hi"
     )
     answer = output_parser("gpt-oss", ToolMode(parser_name="gpt-oss"), None)
-    assert without_ids(parsed(answer, start + rest)) == called(("f", rest))
+    assert parsed(answer, start + rest) == called(("f", rest))
 
 
 @pytest.mark.parametrize("reasoning", ["gpt-oss", "think"])
@@ -400,13 +396,13 @@ def test_forced_calls_have_markers_of_reasoning_in_their_strings(reasoning):
     structured = Structured(json_schema={"type": "object"})
     mode = ToolMode(function_name="f", structured=structured)
     answer = output_parser(reasoning, mode, None)
-    assert without_ids(parsed(answer, arguments)) == called(("f", arguments))
+    assert parsed(answer, arguments) == called(("f", arguments))
 
 
 def test_a_harmony_call_without_a_space_before_its_recipient_is_read():
     answer = output_parser("gpt-oss", ToolMode(parser_name="gpt-oss"), None)
     text = f"to=functions.f<|channel|>commentary<|message|>{CITY}<|call|>"
-    assert without_ids(parsed(answer, text)) == called(("f", CITY))
+    assert parsed(answer, text) == called(("f", CITY))
 
 
 def test_without_parsers_all_is_content():
