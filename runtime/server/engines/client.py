@@ -16,23 +16,18 @@ from itertools import count
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from atomc.runtime.config import EngineConfig
 from atomc.runtime.scheduling.stats import Stats
 from atomc.runtime.server.engines import ipc
 from atomc.runtime.server.engines.control_calls import CallName, ControlCall, Reply
 from atomc.runtime.server.engines.engine_handle import EngineHandle
-from atomc.runtime.server.engines.engine_process import run_engine_process
+from atomc.runtime.server.engines.engine_process import EngineStart, run_engine_process
 from atomc.runtime.server.engines.ipc import EngineFailure, Progress, Refused, Started, Submit
 from atomc.runtime.server.engines.request_stream import RequestStream
-
-if TYPE_CHECKING:
-    from atomc.runtime.ranks.rank_launcher import RankLauncher
 
 PING_SECONDS = 2.0
 HISTORY_SECONDS = 180.0
@@ -83,34 +78,17 @@ class RequestRefused(Exception):
 
 
 class EngineProcess:
-    """A process of this host that runs an engine; an EngineHandle. environment: variables that only
-    this process has.
-    """
+    """A process of this host that runs an engine; an EngineHandle."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        environment: Mapping[str, str],
-        *,
-        progress: bool = True,
-        rank_launcher: "RankLauncher | None" = None,
-    ) -> None:
-        self.config, self.environment = config, environment
-        self._rank_launcher = rank_launcher
+    def __init__(self, start: EngineStart) -> None:
+        self.config, self._start = start.config, start
         # mkdtemp creates a directory that only this user can access.
         self.folder = Path(tempfile.mkdtemp(prefix="atomc-"))
         self.address = f"ipc://{self.folder / 'engine'}"
         self._failure_file = self.folder / "failure"
         self.process: BaseProcess = get_context("spawn").Process(
             target=run_engine_process,
-            args=(
-                config,
-                self.address,
-                self._failure_file,
-                environment,
-                progress,
-                rank_launcher,
-            ),
+            args=(start, self.address, self._failure_file),
             name="atomc engine",
             daemon=True,
         )
@@ -120,9 +98,7 @@ class EngineProcess:
         socket.bind(self.address)
 
     def restarted(self) -> "EngineProcess":
-        return EngineProcess(
-            self.config, self.environment, progress=False, rank_launcher=self._rank_launcher
-        )
+        return EngineProcess(replace(self._start, config=self.config, progress=False))
 
     @property
     def label(self) -> str:
@@ -299,13 +275,13 @@ class EngineClient:
         for stream in streams:
             stream.fail(ShuttingDown())
 
-    async def call(self, name: CallName, folder: str = "", adapter: str = "") -> str:
+    async def call(self, name: CallName, *args: str) -> str:
         """The engine's reply. Raises EngineDead, or ValueError with the engine's message."""
         self._check()
         number = next(self._numbers)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        self._send(ControlCall(number, name, folder, adapter))
+        self._send(ControlCall(number, name, args))
         self.writing_profile |= name == "stop_profile"
         try:
             return await future

@@ -31,14 +31,12 @@ CallName = Literal[
 class ControlCall(msgspec.Struct, tag=True):
     """A call that the engine answers with a Reply of the same number.
 
-    folder    of the trace or of the LoRA adapter
-    adapter   the name of the LoRA adapter
+    args: of a LoRA adapter its name, and the folder to load it from; of a profile the folder
     """
 
     number: int
     name: CallName
-    folder: str = ""
-    adapter: str = ""
+    args: tuple[str, ...] = ()
 
 
 class Reply(msgspec.Struct, tag=True):
@@ -78,13 +76,13 @@ class ControlCalls:
             case "is_sleeping":
                 value = "yes" if engine.is_sleeping else ""
             case "load_adapter":
-                engine.adapters.load(call.adapter, call.folder)
+                engine.adapters.load(*call.args)
             case "unload_adapter":
-                engine.adapters.unload(call.adapter)
+                engine.adapters.unload(*call.args)
             case "start_profile":
                 self._start_profile()
             case "stop_profile":
-                value = self._stop_profile(Path(call.folder))
+                value = self._stop_profile(Path(*call.args))
         return Reply(call.number, value)
 
     def _report(self) -> str:

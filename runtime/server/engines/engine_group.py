@@ -102,10 +102,10 @@ class Engines:
         # One that dies meanwhile keeps its last stats.
         await _outcomes(self.alive, "stats")
 
-    async def call(self, name: CallName, folder: str = "") -> str:
+    async def call(self, name: CallName, *args: str) -> str:
         """The reply of the first engine that is alive, as of EngineClient.call."""
         self._check()
-        return await self.alive[0].call(name, folder)
+        return await self.alive[0].call(name, *args)
 
     async def call_all(self, name: CallName) -> list[str]:
         """The replies of all engines that are alive. Raises as EngineClient.call of any of them."""
@@ -128,7 +128,7 @@ class Engines:
         """
         self._check()
         clients = self.alive
-        results = await _outcomes(clients, "load_adapter", folder, name)
+        results = await _outcomes(clients, "load_adapter", name, folder)
         errors = [result for result in results if isinstance(result, BaseException)]
         refused = [
             error
@@ -139,13 +139,13 @@ class Engines:
             return
         pairs = zip(clients, results, strict=True)
         loaded = [client for client, result in pairs if isinstance(result, str)]
-        await _outcomes(loaded, "unload_adapter", adapter=name)
+        await _outcomes(loaded, "unload_adapter", name)
         raise (refused or errors)[0]
 
     async def unload_adapter(self, name: str) -> None:
         """Returns when no engine takes further requests with this LoRA adapter."""
         self._check()
-        await _outcomes(self.alive, "unload_adapter", adapter=name)
+        await _outcomes(self.alive, "unload_adapter", name)
 
     def keep_adapters(self, adapters: Mapping[str, str]) -> None:
         """Have restarted engines load these LoRA adapters: name -> folder."""
@@ -197,8 +197,8 @@ class Engines:
 
 
 async def _outcomes(
-    clients: Sequence[EngineClient], name: CallName, folder: str = "", adapter: str = ""
+    clients: Sequence[EngineClient], name: CallName, *args: str
 ) -> list[str | BaseException]:
     """Of one call of each engine: its reply, or its error."""
-    calls = (client.call(name, folder, adapter) for client in clients)
+    calls = (client.call(name, *args) for client in clients)
     return await asyncio.gather(*calls, return_exceptions=True)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,7 +23,7 @@ from atomc.runtime.processes.garbage_collection import freeze_heap
 from atomc.runtime.processes.stderr_log import exit_process, log_to_stderr
 from atomc.runtime.ranks.endpoint import use_tcp
 from atomc.runtime.ranks.rank_failed import RankFailed
-from atomc.runtime.ranks.rank_launcher import place_of
+from atomc.runtime.ranks.rank_launcher import RankLauncher, place_of
 from atomc.runtime.server.engines import ipc
 from atomc.runtime.server.engines.compile_queue import CompileQueue, CompileUnavailable
 from atomc.runtime.server.engines.control_calls import ControlCall, ControlCalls, Reply
@@ -31,7 +32,6 @@ from atomc.torch_compat.exceptions import is_failure
 
 if TYPE_CHECKING:
     from atomc.runtime.engine import Engine
-    from atomc.runtime.ranks.rank_launcher import RankLauncher
 
 log = logging.getLogger("atomc.engine")
 LINGER_MS = 2000
@@ -41,21 +41,28 @@ POLL_COMPILE_MS, POLL_RANKS_MS = 5, 250
 FRONTEND_CORES = 1  # cores left to the frontend process
 
 
-def run_engine_process(
-    config: EngineConfig,
-    address: str,
-    failure_file: Path,
-    environment: Mapping[str, str],
-    progress: bool,
-    rank_launcher: "RankLauncher | None" = None,
-) -> None:
+@dataclass(frozen=True)
+class EngineStart:
+    """How an engine starts.
+
+    environment     variables that only its process has
+    progress        whether it shows progress bars
+    rank_launcher   starts its other ranks; None: as processes of this host
+    """
+
+    config: EngineConfig
+    environment: Mapping[str, str] = field(default_factory=dict)
+    progress: bool = True
+    rank_launcher: RankLauncher | None = None
+
+
+def run_engine_process(start: EngineStart, address: str, failure_file: Path) -> None:
     """The entry point of the process: starts an engine, serves the frontend at `address`, and exits
     with the frontend.
 
     failure_file   gets the reason if a rank fails and the engine's thread cannot send it
-    environment    variables of this process only
     """
-    os.environ.update(environment)  # before torch is imported
+    os.environ.update(start.environment)  # before torch is imported
     # Ctrl-C reaches all processes of the terminal, and SIGTERM all processes of a service; the
     # frontend handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -66,11 +73,7 @@ def run_engine_process(
     log_to_stderr()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     failed = run_engine(
-        config,
-        address,
-        lambda reason: write_atomically(failure_file, reason.encode()),
-        progress=progress,
-        rank_launcher=rank_launcher,
+        start, address, lambda reason: write_atomically(failure_file, reason.encode())
     )
     if failed:
         # Skip the interpreter's cleanup, which a failed device can block.
@@ -79,13 +82,10 @@ def run_engine_process(
 
 
 def run_engine(
-    config: EngineConfig,
+    start: EngineStart,
     address: str,
     report_failure: Callable[[str], None],
-    *,
-    progress: bool,
     host: str | None = None,
-    rank_launcher: "RankLauncher | None" = None,
 ) -> bool:
     """Start an engine, and serve the frontend at `address`. Returns False after Stop; True if the
     engine failed, after reporting the error to the frontend.
@@ -111,11 +111,11 @@ def run_engine(
         from atomc.runtime.engine import Engine
 
         engine = Engine(
-            config,
-            progress=progress,
+            start.config,
+            progress=start.progress,
             spare_cores=FRONTEND_CORES,
             on_rank_failure=exit_with,
-            rank_launcher=rank_launcher,
+            rank_launcher=start.rank_launcher,
         )
         try:
             EngineLoop(engine, socket, place_of(os.getpid(), host)).run()
@@ -263,18 +263,8 @@ class EngineLoop:
         try:
             if error is not None:
                 raise error
-            self.engine.add(
-                self.engine.request(
-                    command.id,
-                    command.tokens,
-                    command.params,
-                    priority=command.priority,
-                    salt=command.salt,
-                    pooling=command.pooling,
-                    images=command.images,
-                    lora=command.lora,
-                )
-            )
+            fields = msgspec.structs.asdict(command)
+            self.engine.add(self.engine.request(fields.pop("id"), **fields))
         except (ValueError, ImportError) as error:
             refused = Refused(command.id, str(error))
         except RequestFailed as error:

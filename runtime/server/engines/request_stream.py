@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
 
-from atomc.runtime.requests.logprobs import TokenLogprobs
-from atomc.runtime.requests.request import FinishReason, Output
+from atomc.runtime.requests.request import Output
 
 
 class RequestStream:
@@ -40,9 +40,9 @@ class RequestStream:
             for request_id, part in pending.items():
                 # The reader may have closed this request since.
                 if request_id in self._unfinished:
-                    if part.finish_reason is not None:
+                    if part.last.finish_reason is not None:
                         self._unfinished.discard(request_id)
-                    yield part.output(request_id)
+                    yield part.output()
 
     def close(self, request_id: str | None = None) -> None:
         """Abort one request, or all unfinished ones."""
@@ -81,36 +81,22 @@ class _MergedOutput:
     """Consecutive outputs of one request, merged into one."""
 
     def __init__(self, first: Output) -> None:
-        self.first = first
-        self.token_ids: list[int] = list(first.token_ids)
-        self.logprobs: list[TokenLogprobs] | None = (
-            None if first.logprobs is None else list(first.logprobs)
-        )
-        self.finish_reason: FinishReason | None = first.finish_reason
-        self.stop_reason, self.error = first.stop_reason, first.error
+        self.first = self.last = first
+        self.token_ids = list(first.token_ids)
+        self.logprobs = list(first.logprobs or ())
 
     def add(self, output: Output) -> None:
+        self.last = output
         self.token_ids += output.token_ids
-        if output.logprobs is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs += output.logprobs
-        self.finish_reason, self.stop_reason, self.error = (
-            output.finish_reason,
-            output.stop_reason,
-            output.error,
-        )
+        self.logprobs += output.logprobs or ()
 
-    def output(self, request_id: str) -> Output:
-        logprobs = None if self.logprobs is None else tuple(self.logprobs)
-        return Output(
-            request_id,
-            tuple(self.token_ids),
-            logprobs,
-            self.first.prompt_logprobs,
-            self.finish_reason,
-            self.stop_reason,
-            self.first.num_cached,
-            self.first.embedding,
-            self.error,
-            self.first.queue_seconds,
+    def output(self) -> Output:
+        """What is only in the first output comes from it, the end from the last one."""
+        return replace(
+            self.first,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs) or None,
+            finish_reason=self.last.finish_reason,
+            stop_reason=self.last.stop_reason,
+            error=self.last.error,
         )

@@ -11,6 +11,7 @@ from atomc.options import TorchrunPlace, let_openmp_sleep, visible_gpus
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.server.engines.client import EngineProcess
 from atomc.runtime.server.engines.engine_handle import EngineHandle
+from atomc.runtime.server.engines.engine_process import EngineStart
 
 
 def start_engines(
@@ -30,7 +31,9 @@ def start_engines(
     if torchrun is not None:
         return _start_with_torchrun(_portable(config, folder), torchrun)
     return [
-        EngineProcess(replace(config, model=str(folder)), environment, progress=number == 0)
+        EngineProcess(
+            EngineStart(replace(config, model=str(folder)), environment, progress=number == 0)
+        )
         for number, environment in enumerate(engine_environments(config))
     ]
 
@@ -95,4 +98,4 @@ def _start_with_torchrun(config: EngineConfig, place: TorchrunPlace) -> Sequence
     check_place(config, place)
     if place.rank > 0:
         run_rank(config, place)
-    return [EngineProcess(config, {}, rank_launcher=TorchrunLauncher(place))]
+    return [EngineProcess(EngineStart(config, rank_launcher=TorchrunLauncher(place)))]

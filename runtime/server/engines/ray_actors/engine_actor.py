@@ -20,7 +20,7 @@ from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.processes.stderr_log import log_to_stderr
 from atomc.runtime.ranks.endpoint import bind, use_tcp
-from atomc.runtime.server.engines.engine_process import LINGER_MS, run_engine
+from atomc.runtime.server.engines.engine_process import LINGER_MS, EngineStart, run_engine
 from atomc.runtime.server.engines.ray_actors.cluster import connect, create_actor, own_address
 from atomc.runtime.server.engines.ray_actors.placement import (
     bundles,
@@ -134,12 +134,10 @@ class EngineActor:
         tqdm.set_lock(threading.RLock())
         log_to_stderr()
         run_engine(
-            config,
+            EngineStart(config, progress=progress, rank_launcher=ActorLauncher(group)),
             address,
             lambda reason: _send(failures, reason),
-            progress=progress,
-            host=own_address(),
-            rank_launcher=ActorLauncher(group),
+            own_address(),
         )
 
 

@@ -18,10 +18,10 @@ class Client:
     def __init__(self, error=None):
         self.error, self.did = error, []
 
-    async def call(self, name, folder="", adapter=""):
+    async def call(self, name, *args):
         if self.error is not None:
             raise self.error
-        self.did.append((name, adapter))
+        self.did.append((name, *args[:1]))
         return ""
 
 
@@ -59,4 +59,4 @@ def test_adapters_change_and_engines_sleep_when_none_is_being_restarted():
     assert engines.clients[0].did == []
     engines.clients[1].dead = EngineDead("gone")
     asyncio.run(engines.sleep())
-    assert engines.clients[0].did == [("sleep", "")]
+    assert engines.clients[0].did == [("sleep",)]
