@@ -2,22 +2,22 @@
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from atomc.runtime.config import DTYPES, SCHEMES
 
 if TYPE_CHECKING:
     import torch
 
-    # What argparse's add_subparsers returns.
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+# What argparse's add_subparsers returns.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 GLUES = ("eager", "inductor", "auto")
 RUNTIME = "compile with a paged KV cache, as `atomc generate` does"
 
 
 def command(
-    commands: "Commands",
+    commands: Commands,
     name: str,
     run: Callable[[argparse.Namespace], int | None],
     text: str,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from atomc.cli.arguments import (
     RUNTIME,
+    Commands,
     add_device,
     add_dtype,
     add_dump,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.fx.node import Argument
 
-    from atomc.cli.arguments import Commands
     from atomc.report.audit_findings import AuditFindings, Passes
     from atomc.report.report import Report
 
@@ -48,7 +48,7 @@ ORDERS = ("sqnr", "max", "relative")
 UNCHANGED = 0.9
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     parser = command(
         commands,
         "audit",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import (
+    Commands,
     add_number,
     add_switch,
     command,
@@ -22,22 +23,23 @@ from atomc.cli.arguments import (
 from atomc.cli.serve import GROUPS
 from atomc.files.file_of_flag import file_of_flag
 from atomc.files.json_types import JSONLike
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.server.flags import POSITIONAL, add_flags, named_value, values_of
 
 if TYPE_CHECKING:
     import torch
 
-    from atomc.cli.arguments import Commands
     from atomc.runtime.bench.datasets import SampleRequest
     from atomc.runtime.bench.metrics import RequestTiming, Summary
-    from atomc.runtime.config import EngineConfig
     from atomc.runtime.engine import Engine
 
 URL = "http://127.0.0.1:8000"
 PLOTS = (".png", ".svg", ".pdf")
+SAVED_TIMINGS = ("start", "ttft", "e2e", "input_tokens", "output_tokens", "error")
 UNSAVED_ARGUMENTS = ("api_key", "command", "json", "plot", "quiet", "run")
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench", help="Measure a server or an engine.", description="Measure a server or an engine."
     )
@@ -53,8 +55,7 @@ def add(commands: "Commands") -> None:
 # serve
 
 
-def _add_serve(kinds: "Commands") -> None:
-    from atomc.runtime.server.flags import named_value
+def _add_serve(kinds: Commands) -> None:
 
     parser = command(
         kinds,
@@ -127,7 +128,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 # latency
 
 
-def _add_latency(kinds: "Commands") -> None:
+def _add_latency(kinds: Commands) -> None:
     parser = command(
         kinds,
         "latency",
@@ -146,18 +147,9 @@ def _add_latency(kinds: "Commands") -> None:
 
 
 def _latency(arguments: argparse.Namespace) -> None:
-    from atomc.runtime.bench.datasets import random_requests
-
     size = arguments.batch_size
     # No prompt repeats, so that the prefix cache has no hits.
-    samples = random_requests(
-        size * (arguments.warm_up + arguments.repeat),
-        arguments.input_len,
-        arguments.output_len,
-        prefix_len=arguments.prefix_len,
-        spread=arguments.spread,
-        seed=arguments.prompt_seed,
-    )
+    samples = _random_samples(arguments, size * (arguments.warm_up + arguments.repeat))
     engine = _engine(arguments)
     from atomc.runtime.bench import offline
 
@@ -179,7 +171,7 @@ def _latency(arguments: argparse.Namespace) -> None:
 # throughput
 
 
-def _add_throughput(kinds: "Commands") -> None:
+def _add_throughput(kinds: Commands) -> None:
     parser = command(
         kinds,
         "throughput",
@@ -217,7 +209,7 @@ def _throughput(arguments: argparse.Namespace) -> None:
 # startup
 
 
-def _add_startup(kinds: "Commands") -> None:
+def _add_startup(kinds: Commands) -> None:
     parser = command(
         kinds,
         "startup",
@@ -317,15 +309,13 @@ def _add_acceptance(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    from atomc.runtime.config import EngineConfig
-    from atomc.runtime.server.flags import add_flags
 
     add_flags(parser, EngineConfig, GROUPS)
     parser.usage = f"{parser.prog} [MODEL] [flags]"
 
 
 def _samples(arguments: argparse.Namespace) -> "list[SampleRequest]":
-    from atomc.runtime.bench.datasets import random_requests, requests_from_file
+    from atomc.runtime.bench.datasets import requests_from_file
 
     count, new = arguments.num_prompts, arguments.output_len
     if arguments.dataset:
@@ -333,21 +323,25 @@ def _samples(arguments: argparse.Namespace) -> "list[SampleRequest]":
             return requests_from_file(
                 Path(arguments.dataset), count, new, seed=arguments.prompt_seed
             )
+    return _random_samples(arguments, count)
+
+
+def _random_samples(arguments: argparse.Namespace, count: int) -> "list[SampleRequest]":
+    from atomc.runtime.bench.datasets import random_requests
+
     return random_requests(
         count,
         arguments.input_len,
-        new,
+        arguments.output_len,
         prefix_len=arguments.prefix_len,
         spread=arguments.spread,
         seed=arguments.prompt_seed,
     )
 
 
-def _config(arguments: argparse.Namespace) -> "EngineConfig":
+def _config(arguments: argparse.Namespace) -> EngineConfig:
     """Raises ValueError and OSError for wrong settings and for a folder without a model."""
-    from atomc.runtime.config import EngineConfig
     from atomc.runtime.execution.loading.hub import model_folder
-    from atomc.runtime.server.flags import values_of
 
     config = EngineConfig(**values_of(arguments, {}, EngineConfig))
     if config.model is not None:
@@ -373,8 +367,6 @@ def _engine(arguments: argparse.Namespace) -> "Engine":
 
 def _serve_flags(arguments: argparse.Namespace) -> list[str]:
     """The engine's flags that were given, for another command line."""
-    from atomc.runtime.config import EngineConfig
-    from atomc.runtime.server.flags import POSITIONAL, values_of
 
     flags: list[str] = []
     for name, value in values_of(arguments, {}, EngineConfig).items():
@@ -404,17 +396,7 @@ def _print_results(
 
     summary = summarize(requests)
     print(f"{title}\n{format_summary(summary)}")
-    timings = [
-        {
-            "start": one.start,
-            "ttft": one.ttft,
-            "e2e": one.e2e,
-            "input_tokens": one.input_tokens,
-            "output_tokens": one.output_tokens,
-            "error": one.error,
-        }
-        for one in requests
-    ]
+    timings = [{name: getattr(one, name) for name in SAVED_TIMINGS} for one in requests]
     _write(arguments, {"title": title, "machine": machine, "figures": summary, "requests": timings})
     if arguments.plot:
         rate = f"{summary['output_tokens_per_second']:,.0f} output tokens/s"

@@ -2,18 +2,15 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import (
+    Commands,
     add_switch,
     command,
 )
 
-if TYPE_CHECKING:
-    from atomc.cli.arguments import Commands
 
-
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     parser = command(
         commands,
         "diff",

@@ -11,21 +11,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import (
+    Commands,
     add_switch,
     command,
 )
+from atomc.options import Options
 
 if TYPE_CHECKING:
     from atomc.cache.store import StartRecord, Usage
-    from atomc.cli.arguments import Commands
-    from atomc.options import Options
     from atomc.platform import Platform, Provider
 
 # The library whose version applies to a provider's kernels, if its name differs.
 LIBRARY_OF_PROVIDER = {"invariant": "triton"}
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     added = command(
         commands,
         "doctor",
@@ -44,7 +44,6 @@ def add(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from atomc.cache import store
-    from atomc.options import Options
 
     if arguments.clear:
         deleted = store.clear(Options.of())
@@ -63,7 +62,6 @@ def _print_machine() -> None:
     import torch
 
     from atomc.compiler.partition import glue_of
-    from atomc.options import Options
     from atomc.platform import Platform
     from atomc.report.render.table import table
     from atomc.tested_versions import installed, is_tested
@@ -121,7 +119,7 @@ def _provider_version(provider: str, libraries: "dict[str, Provider]") -> str:
     return str(torch.__version__)
 
 
-def _cache(options: "Options") -> str:
+def _cache(options: Options) -> str:
     from atomc.cache import store
     from atomc.report.render.table import table
     from atomc.trusted_folder import untrusted

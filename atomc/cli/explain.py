@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from atomc.cli import planning
 from atomc.cli.arguments import (
     RUNTIME,
+    Commands,
     add_dump,
     add_number,
     add_quantization,
@@ -25,7 +26,6 @@ from atomc.runtime.server.flags import named_value
 if TYPE_CHECKING:
     from torch.fx.node import Argument
 
-    from atomc.cli.arguments import Commands
     from atomc.report.contract import Baseline
     from atomc.report.report import Report
 
@@ -38,7 +38,7 @@ class ModelCall(NamedTuple):
     kwargs: "Mapping[str, Argument]"
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     parser = command(
         commands,
         "explain",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomc.cli.arguments import (
+    Commands,
     add_device,
     add_dtype,
     add_number,
@@ -16,7 +17,6 @@ from atomc.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from atomc.cli.arguments import Commands
     from atomc.runtime.llm import LLM
     from atomc.runtime.requests.sampling_params import SamplingParams
 
@@ -26,7 +26,7 @@ DEMO_SEED = 4
 MAX_TOKENS = 96
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     parser = command(
         commands,
         "generate",

@@ -4,15 +4,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import command
+from atomc.cli.arguments import Commands, command
 from atomc.files.file_of_flag import file_of_flag
 
 if TYPE_CHECKING:
-    from atomc.cli.arguments import Commands
     from atomc.parallel.expert_placement import Placement
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     parser = command(
         commands,
         "place-experts",

@@ -5,15 +5,14 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import command
+from atomc.cli.arguments import Commands, command
 from atomc.cli.serve import GROUPS
 from atomc.files.file_of_flag import file_of_flag
 from atomc.options import torchrun_place
-
-if TYPE_CHECKING:
-    from atomc.cli.arguments import Commands
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.flags import add_flags, values_of
 
 # Fields of ServerConfig about HTTP and about running for a long time.
 SERVER_ONLY = (
@@ -44,7 +43,7 @@ SERVER_ONLY = (
 )
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     parser = command(
         commands,
         "run-batch",
@@ -61,18 +60,12 @@ def add(commands: "Commands") -> None:
             f"-{flag[0]}", f"--{flag}-file", dest=flag, required=True, metavar="FILE", help=text
         )
     parser.usage = "atomc run-batch -i FILE -o FILE [MODEL] [flags]"
-    from atomc.runtime.config import EngineConfig
-    from atomc.runtime.server.config import ServerConfig
-    from atomc.runtime.server.flags import add_flags
 
     add_flags(parser, ServerConfig, {}, leave_out=SERVER_ONLY)
     add_flags(parser, EngineConfig, GROUPS)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from atomc.runtime.config import EngineConfig
-    from atomc.runtime.server.config import ServerConfig
-    from atomc.runtime.server.flags import values_of
 
     server = ServerConfig(
         **values_of(arguments, {}, ServerConfig, leave_out=SERVER_ONLY), log_requests=False

@@ -2,12 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import command
-
-if TYPE_CHECKING:
-    from atomc.cli.arguments import Commands
+from atomc.cli.arguments import Commands, command
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.flags import add_flags, read_toml, values_of
 
 # The fields of EngineConfig in each group of --help.
 FIELDS_OF_GROUP = {
@@ -65,7 +64,7 @@ FIELDS_OF_GROUP = {
 GROUPS = {name: group for group, names in FIELDS_OF_GROUP.items() for name in names}
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     parser = command(
         commands,
         "serve",
@@ -80,18 +79,12 @@ def add(commands: "Commands") -> None:
         help="a TOML file with the names of flags as keys; flags take precedence",
     )
     parser.usage = "atomc serve [MODEL] [flags]"
-    from atomc.runtime.config import EngineConfig
-    from atomc.runtime.server.config import ServerConfig
-    from atomc.runtime.server.flags import add_flags
 
     add_flags(parser, ServerConfig, {})
     add_flags(parser, EngineConfig, GROUPS)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from atomc.runtime.config import EngineConfig
-    from atomc.runtime.server.config import ServerConfig
-    from atomc.runtime.server.flags import read_toml, values_of
 
     from_file = (
         read_toml(Path(arguments.config), ServerConfig, EngineConfig) if arguments.config else {}
