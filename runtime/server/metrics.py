@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,9 +23,35 @@ TPOT_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5,
 )  # fmt: skip
 LATENCY_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+# Histograms of requests: what they measure, and their buckets.
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("Time to the first token.", TTFT_BUCKETS),
+    "request_time_per_output_token_seconds": (
+        "Mean time per token after the first.",
+        TPOT_BUCKETS,
+    ),
+    "inter_token_latency_seconds": (
+        "Time between two outputs of a choice, each of one token or of an accepted draft.",
+        TPOT_BUCKETS,
+    ),
+    "request_queue_time_seconds": (
+        "Time in the engine's queue before the first step.",
+        TTFT_BUCKETS,
+    ),
+    "request_prefill_time_seconds": (
+        "Time from the first step to the first token.",
+        LATENCY_BUCKETS,
+    ),
+    "request_decode_time_seconds": ("Time from the first token to the last.", LATENCY_BUCKETS),
+    "e2e_request_latency_seconds": ("Time to the last token.", LATENCY_BUCKETS),
+    "request_prompt_tokens": ("Tokens per prompt.", TOKEN_BUCKETS),
+    "request_generation_tokens": ("Generated tokens per choice.", TOKEN_BUCKETS),
+}
 # Metrics that vLLM 0.28 has under these names and with these meanings, behind "vllm:".
 VLLM_NAMES = frozenset(
     (
+        *HISTOGRAMS,
         "num_requests_running",
         "num_requests_waiting",
         "kv_cache_usage_perc",
@@ -36,15 +61,6 @@ VLLM_NAMES = frozenset(
         "prompt_tokens",
         "generation_tokens",
         "request_success",
-        "request_prompt_tokens",
-        "request_generation_tokens",
-        "time_to_first_token_seconds",
-        "inter_token_latency_seconds",
-        "request_time_per_output_token_seconds",
-        "e2e_request_latency_seconds",
-        "request_queue_time_seconds",
-        "request_prefill_time_seconds",
-        "request_decode_time_seconds",
         "spec_decode_num_drafts",
         "spec_decode_num_draft_tokens",
         "spec_decode_num_accepted_tokens",
@@ -52,22 +68,8 @@ VLLM_NAMES = frozenset(
 )
 # Names of older dashboards for vLLM.
 OLDER_NAMES = {"inter_token_latency_seconds": ("time_per_output_token_seconds",)}
-# Histograms of requests, and what they measure.
-HISTOGRAMS = {
-    "time_to_first_token_seconds": "Time to the first token.",
-    "request_time_per_output_token_seconds": "Mean time per token after the first.",
-    "inter_token_latency_seconds": "Time between two outputs of a choice, each of one token or of "
-    "an accepted draft.",
-    "request_queue_time_seconds": "Time in the engine's queue before the first step.",
-    "request_prefill_time_seconds": "Time from the first step to the first token.",
-    "request_decode_time_seconds": "Time from the first token to the last.",
-    "e2e_request_latency_seconds": "Time to the last token.",
-    "request_prompt_tokens": "Tokens per prompt.",
-    "request_generation_tokens": "Generated tokens per choice.",
-}
 # Requests whose time to the first token is kept for the status page.
 NUM_RECENT = 256
-TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
 class Metrics:
@@ -75,26 +77,12 @@ class Metrics:
 
     def __init__(self, engines: Engines, model: str) -> None:
         self.registry = CollectorRegistry()
-
-        def histogram(name: str, buckets: Sequence[float]) -> Any:
-            one = Histogram(
-                f"atomc:{name}",
-                HISTOGRAMS[name],
-                ["model_name"],
-                buckets=buckets,
-                registry=self.registry,
-            )
-            return one.labels(model)
-
-        self.ttft = histogram("time_to_first_token_seconds", TTFT_BUCKETS)
-        self.tpot = histogram("request_time_per_output_token_seconds", TPOT_BUCKETS)
-        self.inter_token_latency = histogram("inter_token_latency_seconds", TPOT_BUCKETS)
-        self.queue_time = histogram("request_queue_time_seconds", TTFT_BUCKETS)
-        self.prefill_time = histogram("request_prefill_time_seconds", LATENCY_BUCKETS)
-        self.decode_time = histogram("request_decode_time_seconds", LATENCY_BUCKETS)
-        self.e2e_latency = histogram("e2e_request_latency_seconds", LATENCY_BUCKETS)
-        self.prompt_tokens = histogram("request_prompt_tokens", TOKEN_BUCKETS)
-        self.new_tokens = histogram("request_generation_tokens", TOKEN_BUCKETS)
+        self._histograms = {
+            name: Histogram(
+                f"atomc:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
+            ).labels(model)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
         self.finished = Counter(
             "atomc:request_success",
             "Finished choices by finish reason.",
@@ -113,8 +101,12 @@ class Metrics:
         self._exposed = CollectorRegistry()
         self._exposed.register(AliasCollector(self.registry))
 
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to one of HISTOGRAMS."""
+        self._histograms[name].observe(value)
+
     def observe_ttft(self, seconds: float) -> None:
-        self.ttft.observe(seconds)
+        self.observe("time_to_first_token_seconds", seconds)
         self.recent_ttft.append(seconds)
 
     def errors(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from atomc.runtime.server.chat.chat_prompt import chat_prompt
 from atomc.runtime.server.engines.client import EngineDead, EngineRestarting
 from atomc.runtime.server.engines.control_calls import CallName
-from atomc.runtime.server.http.errors import APIError, invalid, unavailable
+from atomc.runtime.server.http.errors import APIError, invalid, refusing, unavailable
 from atomc.runtime.server.http.limits import TOKENS, check_length
 from atomc.runtime.server.http.responses import JSONResponse
 from atomc.runtime.server.metrics import CONTENT_TYPE
@@ -133,10 +133,8 @@ async def reset_prefix_cache(service: Service) -> Response:
 
 async def sleep(service: Service, level: int = 1) -> Response:
     """Free the KV cache and CUDA graphs."""
-    try:
+    with refusing("level"):
         refuse_level(level)
-    except ValueError as error:
-        raise invalid(str(error), "level") from error
     try:
         await service.engines.sleep()
     except ValueError as error:
@@ -149,10 +147,8 @@ async def wake_up(service: Service, tags: Annotated[list[str], Query()] = []) ->
 
     tags: as of Engine.wake_up, empty for all
     """
-    try:
+    with refusing("tags"):
         wakes = wakes_state(tags or None)
-    except ValueError as error:
-        raise invalid(str(error), "tags") from error
     if wakes:
         try:
             await service.engines.call_all("wake_up")
@@ -241,10 +237,8 @@ async def _call_profiler(service: Service, name: CallName) -> str:
     folder = service.config.profile_dir
     if folder is None:
         raise invalid("profiling is off: start the server with --profile-dir DIR")
-    try:
+    with refusing():
         return await service.engines.call(name, folder)
-    except ValueError as error:
-        raise invalid(str(error)) from error
 
 
 async def version(service: Service) -> Response:

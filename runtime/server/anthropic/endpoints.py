@@ -20,7 +20,8 @@ from atomc.runtime.server.anthropic.response import (
     stop,
 )
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, rendered_prompt, start_chat
-from atomc.runtime.server.http.responses import JSONResponse, request_id, respond, sse_event
+from atomc.runtime.server.http.errors import APIError
+from atomc.runtime.server.http.responses import JSONResponse, sse_event
 from atomc.runtime.server.parsers.message_deltas import (
     ContentDelta,
     MessageDelta,
@@ -28,6 +29,7 @@ from atomc.runtime.server.parsers.message_deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
+from atomc.runtime.server.service.answer import Answer
 from atomc.runtime.server.service.protocol import JSONObject
 from atomc.runtime.server.service.service import Service
 
@@ -38,8 +40,7 @@ SIGNATURE = "unsigned"
 async def create_message(service: Service, body: MessagesRequest, request: Request) -> Response:
     """Answer a chat, in Anthropic's format."""
     chat = await start_chat(service, generation_request(body), request, fit_max_tokens=True)
-    answer = MessageAnswer(service, body, request_id(request), chat)
-    return await respond(request, answer, body.stream, chat.generation.close)
+    return await MessageAnswer(service, body, request, chat).respond()
 
 
 async def count_message_tokens(service: Service, body: PromptRequest, request: Request) -> Response:
@@ -48,55 +49,56 @@ async def count_message_tokens(service: Service, body: PromptRequest, request: R
     return JSONResponse({"input_tokens": len(prompt.tokens)})
 
 
-class MessageAnswer:
+class MessageAnswer(Answer[MessagesRequest]):
     """An Answer as a message of Anthropic's API."""
 
-    def __init__(self, service: Service, body: MessagesRequest, name: str, chat: Chat) -> None:
-        self.service, self.body, self.name, self.chat = service, body, name, chat
+    def __init__(
+        self, service: Service, body: MessagesRequest, request: Request, chat: Chat
+    ) -> None:
+        super().__init__(service, body, request, chat.generation)
+        self.chat = chat
         self.shows_thinking = body.thinking is None or body.thinking.display != "omitted"
 
     async def complete(self) -> AnthropicMessage:
         deltas: list[MessageDelta] = []
-        with self.chat.generation:
-            async for last in self.chat:
-                deltas += last.deltas
+        async for last in self.chat:
+            deltas += last.deltas
         blocks = groupby(deltas, _block_key)
         content = [_block(list(block), self.shows_thinking) for _, block in blocks]
         return self._message(content, self._stop(last, _calls_tools(deltas)))
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         """The events. The first one waits for the first token: only then it is known how much of
         the prompt was cached.
         """
         blocks = _BlockEvents(self.shows_thinking)
         started = calls_tools = False
-        try:
-            with self.chat.generation:
-                async for last in self.chat:
-                    if not started:
-                        yield _event("message_start", message=self._message([], stop(None)))
-                        started = True
-                    for delta in last.deltas:
-                        for event in blocks.add(delta):
-                            yield event
-                    calls_tools |= _calls_tools(last.deltas)
-                for event in blocks.stop():
+        async for last in self.chat:
+            if not started:
+                yield _event("message_start", message=self._message([], stop(None)))
+                started = True
+            for delta in last.deltas:
+                for event in blocks.add(delta):
                     yield event
-                usage = delta_usage(self.chat.generation.usage())
-                yield _event("message_delta", delta=self._stop(last, calls_tools), usage=usage)
-                yield _event("message_stop")
-        except Exception as error:  # the response has begun: its last event says what failed
-            yield sse_event(anthropic_error(self.service.stream_error(error), self.name), "error")
+            calls_tools |= _calls_tools(last.deltas)
+        for event in blocks.stop():
+            yield event
+        usage = delta_usage(self.generation.usage())
+        yield _event("message_delta", delta=self._stop(last, calls_tools), usage=usage)
+        yield _event("message_stop")
+
+    def failure(self, error: APIError) -> bytes:
+        return sse_event(anthropic_error(error, self.request_id), "error")
 
     def _message(self, content: list[Content], end: StopFields) -> AnthropicMessage:
         return {
-            "id": f"msg_{self.name}",
+            "id": f"msg_{self.request_id}",
             "type": "message",
             "role": "assistant",
-            "model": self.chat.generation.model_name,
+            "model": self.generation.model_name,
             "content": content,
             **end,
-            "usage": message_usage(self.chat.generation.usage()),
+            "usage": message_usage(self.generation.usage()),
         }
 
     def _stop(self, last: ChoiceDelta, calls_tools: bool) -> StopFields:
@@ -104,7 +106,7 @@ class MessageAnswer:
             return stop("stop_sequence", last.stop_reason)
         if last.finish_reason == "length":
             # max_tokens was more than the context had left.
-            num_tokens = self.chat.generation.usage()["completion_tokens"]
+            num_tokens = self.generation.usage()["completion_tokens"]
             is_cut = num_tokens >= self.body.max_tokens
             reason = "max_tokens" if is_cut else "model_context_window_exceeded"
         else:

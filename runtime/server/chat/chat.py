@@ -102,7 +102,7 @@ async def start_chat(
     service: Service, body: ChatRequest, request: Request, *, fit_max_tokens: bool = False
 ) -> Chat:
     """Returns when the engine has accepted the chat. Raises a 400 for a request that cannot be
-    served, and as Service.start does.
+    served, and as Generation.start does.
 
     fit_max_tokens: a max_tokens above what the context has left is reduced to it
     """
@@ -144,8 +144,8 @@ async def start_chat(
         structured=structured,
         skip_special_tokens=not keep_special_tokens,
     )
-    generation = service.generation(request, [prompt], params, body, chat.images)
-    await service.start(generation, request)
+    generation = Generation(service, request, body, [prompt], params, chat.images)
+    await generation.start()
     # The engine has the images now.
     del chat
     image_reservation(request).release()

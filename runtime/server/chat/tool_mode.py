@@ -11,7 +11,7 @@ from atomc.runtime.server.chat.tool_choice import (
     arguments_schema,
     calls_schema,
 )
-from atomc.runtime.server.http.errors import invalid
+from atomc.runtime.server.http.errors import invalid, refusing
 from atomc.runtime.server.http.limits import TOOLS, check_length
 from atomc.runtime.server.parsers.message_deltas import Parser
 from atomc.runtime.server.parsers.tool_parsers import TOOL_PARSERS, tool_parser
@@ -108,7 +108,7 @@ def _forced_mode(
     function: Function | None,
 ) -> ToolMode:
     """For a tool_choice that requires a call, of `function` if it names one, by a grammar."""
-    try:
+    with refusing("tools"):
         schema = (
             calls_schema(functions, body.parallel_tool_calls is not False)
             if function is None
@@ -117,8 +117,6 @@ def _forced_mode(
         structured = Structured(
             json_schema=schema, additional_properties=additional_properties(body, service.config)
         )
-    except ValueError as error:
-        raise invalid(str(error), "tools") from error
     check_structured(structured)
     if function is None:
         return ToolMode(template_tools, required=True, structured=structured)

@@ -1,6 +1,7 @@
 """Errors that clients receive, as in OpenAI's API. No message has a path or a stack trace."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
@@ -62,6 +63,17 @@ class APIError(Exception):
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
     return APIError(400, message, param=param, code=code)
+
+
+@contextmanager
+def refusing(param: str | None = None) -> Iterator[None]:
+    """A ValueError within is a 400, for this parameter or the one that a ParameterError names."""
+    try:
+        yield
+    except UnicodeError:
+        raise
+    except ValueError as error:
+        raise invalid(str(error), getattr(error, "name", param)) from error
 
 
 def unavailable(

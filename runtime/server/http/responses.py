@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -98,23 +98,6 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
             waiting.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await task
-
-
-class Answer(Protocol):
-    """The answer to one request: `complete`, one JSON body, or `stream`, server-sent events."""
-
-    async def complete(self) -> object: ...
-
-    def stream(self) -> AsyncIterator[bytes]: ...
-
-
-async def respond(
-    request: Request, answer: Answer, stream: bool | None, close: Callable[[], None]
-) -> Response:
-    """close: as in EventStream."""
-    if stream:
-        return EventStream(answer.stream(), close)
-    return JSONResponse(await cancel_on_disconnect(request, answer.complete()))
 
 
 async def _wait_disconnect(request: Request) -> None:

@@ -1,7 +1,6 @@
 """POST /v1/chat/completions."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ from starlette.responses import Response
 
 from atomc.runtime.requests.logprobs import TokenLogprobs
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, start_chat
-from atomc.runtime.server.http.responses import SSE_DONE, request_id, respond, sse_event
+from atomc.runtime.server.http.responses import SSE_DONE, sse_event
 from atomc.runtime.server.parsers.message_deltas import (
     ContentDelta,
     MessageDelta,
@@ -20,8 +19,9 @@ from atomc.runtime.server.parsers.message_deltas import (
     ToolCallStart,
     merge_deltas,
 )
+from atomc.runtime.server.service.answer import Answer
 from atomc.runtime.server.service.logprobs import chat_logprobs, encoded, prompt_logprobs
-from atomc.runtime.server.service.protocol import ChatRequest
+from atomc.runtime.server.service.protocol import ChatRequest, StreamOptions
 from atomc.runtime.server.service.response_types import (
     ChatChoice,
     ChatChunk,
@@ -40,8 +40,7 @@ from atomc.runtime.server.service.service import Service
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
     started = await start_chat(service, body, request)
-    answer = ChatAnswer(service, body, request_id(request), started)
-    return await respond(request, answer, body.stream, started.generation.close)
+    return await ChatAnswer(service, body, request, started).respond()
 
 
 @dataclass
@@ -57,23 +56,22 @@ class _ChoiceState:
     stop_reason: int | str | None = None
 
 
-class ChatAnswer:
+class ChatAnswer(Answer[ChatRequest]):
     """An Answer as a chat completion."""
 
-    def __init__(self, service: Service, body: ChatRequest, name: str, chat: Chat) -> None:
-        self.service, self.body, self.chat = service, body, chat
-        self.id, self.created = f"chatcmpl-{name}", int(time.time())
+    def __init__(self, service: Service, body: ChatRequest, request: Request, chat: Chat) -> None:
+        super().__init__(service, body, request, chat.generation)
+        self.chat, self.id = chat, f"chatcmpl-{self.request_id}"
 
     async def complete(self) -> ChatCompletion:
         states = [_ChoiceState() for _ in range(self.body.n)]
-        with self.chat.generation:
-            async for delta in self.chat:
-                state = states[delta.index]
-                state.deltas += delta.deltas
-                state.tokens += delta.tokens
-                state.finish_reason, state.stop_reason = delta.finish_reason, delta.stop_reason
-                if self.body.logprobs:
-                    state.logprobs += encoded(self._logprobs(delta.logprobs)["content"])
+        async for delta in self.chat:
+            state = states[delta.index]
+            state.deltas += delta.deltas
+            state.tokens += delta.tokens
+            state.finish_reason, state.stop_reason = delta.finish_reason, delta.stop_reason
+            if self.body.logprobs:
+                state.logprobs += encoded(self._logprobs(delta.logprobs)["content"])
         choices: list[ChatChoice] = [
             {
                 "index": index,
@@ -87,48 +85,44 @@ class ChatAnswer:
         response: ChatCompletion = {
             "id": self.id,
             "created": self.created,
-            "model": self.chat.generation.model_name,
+            "model": self.generation.model_name,
             "object": "chat.completion",
             "choices": choices,
-            "usage": self.chat.generation.usage(),
+            "usage": self.generation.usage(),
         }
         if self.body.prompt_logprobs is not None:
-            scored = next(iter(self.chat.generation.choices.values())).prompt_logprobs or ()
+            scored = next(iter(self.generation.choices.values())).prompt_logprobs or ()
             response["prompt_logprobs"] = await asyncio.to_thread(
                 prompt_logprobs, self.service.model, scored
             )
         if self.body.return_token_ids:
-            response["prompt_token_ids"] = self.chat.generation.prompts[0]
+            response["prompt_token_ids"] = self.generation.prompts[0]
             for choice, state in zip(choices, states, strict=True):
                 choice["token_ids"] = state.tokens
         return response
 
-    async def stream(self) -> AsyncIterator[bytes]:
-        options = self.body.stream_options
+    async def events(self) -> AsyncIterator[bytes]:
+        options, generation = self.body.stream_options or StreamOptions(), self.generation
         started: set[int] = set()
-        try:
-            with self.chat.generation as generation:
-                async for delta in self.chat:
-                    is_first = not started
-                    for chunk in self._chunks(delta, started):
-                        event = self._event([chunk])
-                        if self.body.return_token_ids and is_first:
-                            event["prompt_token_ids"] = generation.prompts[0]
-                            is_first = False
-                        if options is not None and options.continuous_usage_stats:
-                            event["usage"] = generation.usage()
-                        yield sse_event(event)
-                if options is not None and options.include_usage:
-                    yield sse_event(self._event([]) | {"usage": generation.usage()})
-                yield SSE_DONE
-        except Exception as error:  # the response has begun: its last event says what failed
-            yield sse_event(self.service.stream_error(error).body())
+        async for delta in self.chat:
+            is_first = not started
+            for chunk in self._chunks(delta, started):
+                event = self._event([chunk])
+                if self.body.return_token_ids and is_first:
+                    event["prompt_token_ids"] = generation.prompts[0]
+                    is_first = False
+                if options.continuous_usage_stats:
+                    event["usage"] = generation.usage()
+                yield sse_event(event)
+        if options.include_usage:
+            yield sse_event(self._event([]) | {"usage": generation.usage()})
+        yield SSE_DONE
 
     def _event(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         return {
             "id": self.id,
             "created": self.created,
-            "model": self.chat.generation.model_name,
+            "model": self.generation.model_name,
             "object": "chat.completion.chunk",
             "choices": choices,
         }

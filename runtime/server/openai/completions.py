@@ -1,7 +1,6 @@
 """POST /v1/completions."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +10,8 @@ from starlette.responses import Response
 
 from atomc.runtime.requests.logprobs import TokenLogprobs
 from atomc.runtime.server.http.errors import invalid
-from atomc.runtime.server.http.responses import SSE_DONE, request_id, respond, sse_event
+from atomc.runtime.server.http.responses import SSE_DONE, sse_event
+from atomc.runtime.server.service.answer import Answer
 from atomc.runtime.server.service.generation import Choice, Generation
 from atomc.runtime.server.service.logprobs import (
     TextOffsets,
@@ -20,7 +20,7 @@ from atomc.runtime.server.service.logprobs import (
     prompt_logprobs,
 )
 from atomc.runtime.server.service.prompts import tokenize_prompts
-from atomc.runtime.server.service.protocol import CompletionRequest
+from atomc.runtime.server.service.protocol import CompletionRequest, StreamOptions
 from atomc.runtime.server.service.response_types import (
     Completion,
     CompletionChoice,
@@ -99,30 +99,24 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         structured=structured_output(body, body.response_format, service.config),
         skip_special_tokens=body.skip_special_tokens,
     )
-    generation = service.generation(request, prompts, params, body)
-    await service.start(generation, request)
-    answer = CompletionAnswer(service, body, request_id(request), generation, prompt_only)
-    return await respond(request, answer, body.stream, generation.close)
+    generation = Generation(service, request, body, prompts, params)
+    await generation.start()
+    return await CompletionAnswer(service, body, request, generation, prompt_only).respond()
 
 
-class CompletionAnswer:
+class CompletionAnswer(Answer[CompletionRequest]):
     """An Answer as a text completion."""
 
     def __init__(
         self,
         service: Service,
         body: CompletionRequest,
-        name: str,
+        request: Request,
         generation: Generation,
         prompt_only: bool,
     ) -> None:
-        self.service, self.body, self.generation, self.prompt_only = (
-            service,
-            body,
-            generation,
-            prompt_only,
-        )
-        self.id, self.created = f"cmpl-{name}", int(time.time())
+        super().__init__(service, body, request, generation)
+        self.prompt_only = prompt_only
         self.offsets = {
             choice.index: TextOffsets(service.model, body.skip_special_tokens)
             for choice in generation.choices.values()
@@ -130,7 +124,7 @@ class CompletionAnswer:
 
     def _response(self, choices: list[CompletionChoice]) -> Completion:
         return {
-            "id": self.id,
+            "id": f"cmpl-{self.request_id}",
             "object": "text_completion",
             "created": self.created,
             "model": self.generation.model_name,
@@ -140,24 +134,18 @@ class CompletionAnswer:
     async def complete(self) -> Completion:
         parts = {choice.index: CompletionDelta() for choice in self.generation.choices.values()}
         texts: dict[int, list[str]] = {index: [] for index in parts}
-        with self.generation:
-            async for choice, delta in self.generation:
-                part, new = parts[choice.index], await self._part(choice, delta)
-                texts[choice.index].append(new.text)
-                part.tokens += new.tokens
-                part.new_tokens += new.new_tokens
-                if self.body.logprobs is not None:
-                    # Encoded per delta: encoding all of them at the end would block the event loop.
-                    logprobs = await self._logprobs(choice.index, new)
-                    if part.openai_logprobs is None:
-                        part.openai_logprobs = {
-                            "tokens": [],
-                            "token_logprobs": [],
-                            "top_logprobs": [],
-                            "text_offset": [],
-                        }
+        async for choice, delta in self.generation:
+            part, new = parts[choice.index], await self._part(choice, delta)
+            texts[choice.index].append(new.text)
+            part.new_tokens += new.new_tokens
+            if (logprobs := await self._logprobs(choice.index, new)) is not None:
+                # Encoded per delta: encoding all of them at the end would block the event loop.
+                logprobs["top_logprobs"] = [*encoded(logprobs["top_logprobs"])]
+                if part.openai_logprobs is None:
+                    part.openai_logprobs = logprobs
+                else:
                     _extend(part.openai_logprobs, logprobs)
-                part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
+            part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
         for index, part in parts.items():
             part.text = "".join(texts[index])
         choices = [
@@ -180,32 +168,23 @@ class CompletionAnswer:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
-    async def stream(self) -> AsyncIterator[bytes]:
-        options = self.body.stream_options
-        try:
-            with self.generation:
-                async for choice, delta in self.generation:
-                    part = await self._part(choice, delta)
-                    if part.tokens or part.text or part.finish_reason:
-                        logprobs = (
-                            None
-                            if self.body.logprobs is None
-                            else await self._logprobs(choice.index, part)
-                        )
-                        entry = _choice(choice.index, part, logprobs)
-                        if self.body.return_token_ids:
-                            entry["token_ids"] = part.new_tokens
-                            if choice.num_new == len(part.new_tokens):
-                                entry["prompt_token_ids"] = choice.prompt
-                        chunk = self._response([entry])
-                        if options is not None and options.continuous_usage_stats:
-                            chunk["usage"] = self._usage()
-                        yield sse_event(chunk)
-                if options is not None and options.include_usage:
-                    yield sse_event(self._response([]) | {"usage": self._usage()})
-                yield SSE_DONE
-        except Exception as error:  # the response has begun: its last event says what failed
-            yield sse_event(self.service.stream_error(error).body())
+    async def events(self) -> AsyncIterator[bytes]:
+        options = self.body.stream_options or StreamOptions()
+        async for choice, delta in self.generation:
+            part = await self._part(choice, delta)
+            if part.tokens or part.text or part.finish_reason:
+                entry = _choice(choice.index, part, await self._logprobs(choice.index, part))
+                if self.body.return_token_ids:
+                    entry["token_ids"] = part.new_tokens
+                    if choice.num_new == len(part.new_tokens):
+                        entry["prompt_token_ids"] = choice.prompt
+                chunk = self._response([entry])
+                if options.continuous_usage_stats:
+                    chunk["usage"] = self._usage()
+                yield sse_event(chunk)
+        if options.include_usage:
+            yield sse_event(self._response([]) | {"usage": self._usage()})
+        yield SSE_DONE
 
     async def _part(self, choice: Choice, delta: TextDelta) -> CompletionDelta:
         """The new part of a choice; the first one includes the prompt if `echo` is set."""
@@ -235,11 +214,14 @@ class CompletionAnswer:
             else await self.service.model.decode(choice.prompt, skip_special_tokens=True)
         )
 
-    async def _logprobs(self, index: int, part: CompletionDelta) -> CompletionLogprobs:
-        """Log-probabilities of `part`, in OpenAI's format; many are formatted in a thread."""
+    async def _logprobs(self, index: int, part: CompletionDelta) -> CompletionLogprobs | None:
+        """Log-probabilities of `part`, in OpenAI's format; many are formatted in a thread. None if
+        the request asks for none.
+        """
+        if self.body.logprobs is None:
+            return None
         args = (self.service.model, part.tokens, part.logprobs, self.offsets[index])
-        many = len(part.tokens) > THREAD_TOKENS
-        if many:
+        if len(part.tokens) > THREAD_TOKENS:
             return await asyncio.to_thread(completion_logprobs, *args)
         return completion_logprobs(*args)
 
@@ -257,8 +239,8 @@ def _choice(
 
 
 def _extend(logprobs: CompletionLogprobs, new: CompletionLogprobs) -> None:
-    """Append the new items, with top_logprobs encoded."""
+    """Append the new items."""
     logprobs["tokens"] += new["tokens"]
     logprobs["token_logprobs"] += new["token_logprobs"]
-    logprobs["top_logprobs"] += encoded(new["top_logprobs"])
+    logprobs["top_logprobs"] += new["top_logprobs"]
     logprobs["text_offset"] += new["text_offset"]

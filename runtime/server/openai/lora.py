@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.images.media_access import real_folders
-from atomc.runtime.server.http.errors import APIError, invalid
+from atomc.runtime.server.http.errors import APIError, invalid, refusing
 from atomc.runtime.server.http.responses import JSONResponse
 from atomc.runtime.server.service.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from atomc.runtime.server.service.service import Service
@@ -32,10 +32,8 @@ async def load_adapter(service: Service, body: LoadAdapterRequest, request: Requ
         if name in service.model.names:
             raise invalid(f"{name!r} is the name of the model, choose another one", "lora_name")
         folder = _folder(service, body.lora_path)
-        try:
+        with refusing():
             await service.engines.load_adapter(name, str(folder))
-        except ValueError as error:
-            raise invalid(str(error)) from error
         adapters[name] = str(folder)
         service.engines.keep_adapters(adapters)
     log.info("loaded the LoRA adapter %r", name)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 
 import msgspec
@@ -13,12 +14,7 @@ from starlette.responses import Response
 from atomc.files.json_types import JSONObject
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, start_chat
 from atomc.runtime.server.http.errors import APIError, invalid
-from atomc.runtime.server.http.responses import (
-    SSE_DONE,
-    JSONResponse,
-    respond,
-    sse_event,
-)
+from atomc.runtime.server.http.responses import SSE_DONE, JSONResponse, sse_event
 from atomc.runtime.server.responses.events import Event, OutputItems
 from atomc.runtime.server.responses.items import input_items, new_id
 from atomc.runtime.server.responses.request import (
@@ -26,6 +22,7 @@ from atomc.runtime.server.responses.request import (
     chat_request,
     check_supported,
 )
+from atomc.runtime.server.service.answer import Answer
 from atomc.runtime.server.service.logprobs import chat_logprobs, encoded
 from atomc.runtime.server.service.protocol import ChatRequest
 from atomc.runtime.server.service.response_store import StoredResponse, item_bytes
@@ -56,8 +53,7 @@ async def create_response(service: Service, body: ResponsesRequest, request: Req
     except APIError as error:
         error.param = PARAMS.get(error.param or "", error.param)
         raise
-    answer = ResponsesAnswer(service, body, request.state.caller, conversation, chat)
-    return await respond(request, answer, body.stream, chat.generation.close)
+    return await ResponsesAnswer(service, body, request, conversation, chat).respond()
 
 
 @dataclass(frozen=True)
@@ -148,70 +144,56 @@ def _stored(service: Service, request: Request, name: str, param: str) -> Stored
     return stored
 
 
-class ResponsesAnswer:
-    """An Answer as a response of the Responses API.
-
-    caller         the number of the API key of the request
-    conversation   that it answers
-    """
+class ResponsesAnswer(Answer[ResponsesRequest]):
+    """An Answer as a response of the Responses API. conversation: that it answers."""
 
     def __init__(
         self,
         service: Service,
         body: ResponsesRequest,
-        caller: int,
+        request: Request,
         conversation: _Conversation,
         chat: Chat,
     ) -> None:
-        self.service, self.body, self.caller, self.chat = service, body, caller, chat
-        self.conversation = conversation
+        super().__init__(service, body, request, chat.generation)
+        self.conversation, self.chat = conversation, chat
         # Not the request's id, which a client chooses: whoever knows it can retrieve the response.
-        self.id, self.created = new_id("resp"), int(time.time())
+        self.id = new_id("resp")
         self.store = body.store is not False and service.responses.max_bytes > 0
         self.output = OutputItems()
         self.status = "in_progress"
+        self._numbers = count()
 
     async def complete(self) -> Event:
-        with self.chat.generation:
-            async for delta in self.chat:
-                for _ in self._events(delta):
-                    pass
+        async for delta in self.chat:
+            for _ in self._events(delta):
+                pass
         return self._finished()
 
-    async def stream(self) -> AsyncIterator[bytes]:
-        number = 0
+    async def events(self) -> AsyncIterator[bytes]:
+        for kind in ("created", "in_progress"):
+            yield self._response_event(kind, self._response())
+        async for delta in self.chat:
+            for event in self._events(delta):
+                yield self._numbered(event)
+        response = self._finished()
+        yield self._response_event(self.status, response) + SSE_DONE
 
-        def sent(event: Event) -> bytes:
-            nonlocal number
-            event["sequence_number"] = number
-            number += 1
-            return sse_event(event, event["type"])
+    def failure(self, error: APIError) -> bytes:
+        self.status = "failed"
+        self.output.interrupt()
+        fields = {"code": error.code or error.kind, "message": error.message, "param": error.param}
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        response = self._response(error={"code": code, "message": error.message})
+        event = self._numbered({"type": "error", **fields})
+        return event + self._response_event("failed", response) + SSE_DONE
 
-        try:
-            with self.chat.generation:
-                for kind in ("response.created", "response.in_progress"):
-                    yield sent({"type": kind, "response": self._response()})
-                async for delta in self.chat:
-                    for event in self._events(delta):
-                        yield sent(event)
-            response = self._finished()
-            yield sent({"type": f"response.{self.status}", "response": response})
-        except Exception as error:  # the response has begun: its last events say what failed
-            failed = self.service.stream_error(error)
-            self.status = "failed"
-            self.output.interrupt()
-            yield sent(
-                {
-                    "type": "error",
-                    "code": failed.code or failed.kind,
-                    "message": failed.message,
-                    "param": failed.param,
-                }
-            )
-            code = "server_error" if failed.status >= 500 else "invalid_prompt"
-            response = self._response(error={"code": code, "message": failed.message})
-            yield sent({"type": "response.failed", "response": response})
-        yield SSE_DONE
+    def _response_event(self, kind: str, response: Event) -> bytes:
+        return self._numbered({"type": f"response.{kind}", "response": response})
+
+    def _numbered(self, event: Event) -> bytes:
+        event["sequence_number"] = next(self._numbers)
+        return sse_event(event, event["type"])
 
     def _events(self, delta: ChoiceDelta) -> Iterator[Event]:
         logprobs: list[msgspec.Raw] = []
@@ -230,7 +212,7 @@ class ResponsesAnswer:
             self.service.responses.put(
                 StoredResponse(
                     self.id,
-                    self.caller,
+                    self.request.state.caller,
                     msgspec.json.encode(response),
                     self.conversation.items,
                     self.conversation.num_bytes,
@@ -250,7 +232,7 @@ class ResponsesAnswer:
             "status": self.status,
             "error": error,
             "incomplete_details": incomplete,
-            "model": self.chat.generation.model_name,
+            "model": self.generation.model_name,
             "output": self.output.items() if self.status != "in_progress" else [],
             "usage": self._usage() if finished else None,
             **self._settings(),
@@ -303,7 +285,7 @@ class ResponsesAnswer:
         }
 
     def _usage(self) -> Event:
-        usage = self.chat.generation.usage()
+        usage = self.generation.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
             # Writing to the prefix cache costs nothing, so no tokens are counted for it.

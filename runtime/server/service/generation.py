@@ -7,19 +7,21 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
+
 from atomc.runtime.requests.logprobs import TokenLogprobs
 from atomc.runtime.requests.prompt_image import PromptImage
 from atomc.runtime.requests.request import Output
 from atomc.runtime.requests.request_errors import RequestError, wrap_error
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.engines.client import RequestRefused
-from atomc.runtime.server.engines.engine_group import Engines
 from atomc.runtime.server.engines.ipc import Submit
 from atomc.runtime.server.engines.request_stream import RequestStream
 from atomc.runtime.server.http.errors import APIError, client_error, request_error
-from atomc.runtime.server.metrics import Metrics
-from atomc.runtime.server.service.model_info import ModelInfo
+from atomc.runtime.server.http.responses import cancel_on_disconnect, request_id
+from atomc.runtime.server.service.protocol import GenerationRequest
 from atomc.runtime.server.service.response_types import PromptTokensDetails, Usage
+from atomc.runtime.server.service.service import Service
 from atomc.runtime.text.text_stream import TextDelta, TextStream
 from atomc.torch_compat.exceptions import is_failure
 
@@ -70,59 +72,60 @@ class RequestSummary:
 class Generation:
     """`await start()`, then iterate in a `with` block, which closes it.
 
-    Choice i * n + j is number j of prompt i. images: of the only prompt. lora: the name of a LoRA
-    adapter. on_close: called once, with the summary.
+    Choice i * n + j is number j of prompt i. images: of the only prompt. Raises a 404 for a model
+    that is not served.
     """
 
     def __init__(
         self,
-        engines: Engines,
-        model: ModelInfo,
-        metrics: Metrics,
-        request_id: str,
+        service: Service,
+        request: Request,
+        body: GenerationRequest,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        *,
         images: Sequence[PromptImage] = (),
-        n: int = 1,
-        priority: int = 0,
-        salt: str | None = None,
-        lora: str | None = None,
-        log_requests: bool = True,
     ) -> None:
-        self._engines, self._metrics = engines, metrics
-        self._request_id, self._log_requests = request_id, log_requests
-        self._params = params
-        self.on_close: Callable[[RequestSummary], None] | None = None
-        self.n, self.prompts = n, prompts
+        model, engines = service.model, service.engines
+        model.check_name(body.model)  # again: an adapter may have been unloaded since then
+        lora, salt = model.adapter(body.model), service.prefix_salt(request, body.cache_salt)
+        self._service, self._request, self._params = service, request, params
+        self._request_id = request_id(request)
+        self.n, self.prompts = body.n, prompts
         self.model_name = lora or model.names[0]
         self._image_tokens = sum(image.length for image in images)
         self.choices: dict[str, Choice] = {}
         self._submits: list[Submit] = []
         for number, prompt in enumerate(prompts):
             group = engines.next_id()
-            for offset in range(n):
+            for offset in range(self.n):
                 submit = Submit(
                     f"{group}/{offset}",
                     list(prompt),
                     _choice_params(params, offset),
-                    priority,
+                    body.priority,
                     salt,
                     images=tuple(images),
                     lora=lora,
                 )
                 self._submits.append(submit)
                 stream = self._run_isolated(TextStream, model.tokenizer, prompt, params)
-                self.choices[submit.id] = Choice(number * n + offset, prompt, stream)
+                self.choices[submit.id] = Choice(number * self.n + offset, prompt, stream)
         self._request_stream: RequestStream | None = None
         self.started = time.monotonic()
         self._closed = False
 
     async def start(self) -> None:
         """Returns when the engine has accepted all. Raises RequestRefused, APIError if the engine
-        failed, or EngineDead.
+        failed, EngineDead, or ClientDisconnect.
         """
-        self._request_stream = self._engines.submit(self._submits)
+        try:
+            await cancel_on_disconnect(self._request, self._submit())
+        except BaseException as error:  # cancelled too: the engine may have the request already
+            self.close(None if isinstance(error, ClientDisconnect) else error)
+            raise
+
+    async def _submit(self) -> None:
+        self._request_stream = self._service.engines.submit(self._submits)
         self._submits = []  # they hold the images
         try:
             await self._request_stream.wait_accepted()
@@ -138,17 +141,17 @@ class Generation:
         """
         assert self._request_stream is not None, "start() comes first"
         async for output in self._request_stream:
-            choice = self.choices[output.request_id]
+            choice, metrics = self.choices[output.request_id], self._service.metrics
             self._raise_error(output)
             before, choice.last = choice.last, time.monotonic()
             if choice.num_new:
-                self._metrics.inter_token_latency.observe(choice.last - before)
+                metrics.observe("inter_token_latency_seconds", choice.last - before)
             else:
                 choice.first, choice.num_cached = choice.last, output.num_cached
                 choice.prompt_logprobs = output.prompt_logprobs
-                self._metrics.observe_ttft(choice.last - self.started)
+                metrics.observe_ttft(choice.last - self.started)
                 choice.queue_seconds = output.queue_seconds
-                self._metrics.queue_time.observe(choice.queue_seconds)
+                metrics.observe("request_queue_time_seconds", choice.queue_seconds)
             delta = self._run_isolated(choice.stream.add, output)
             choice.num_new += len(delta.token_ids)
             choice.finish_reason = delta.finish_reason
@@ -205,7 +208,7 @@ class Generation:
         if self._request_stream is not None:
             self._request_stream.close()
         summary = self._summary(error)
-        if self._log_requests:
+        if self._service.config.log_requests:
             log.info(
                 "request %s: prompt %d, cached %d, new %d, ttft %s, seconds %.3f, finish %s",
                 summary.request_id,
@@ -216,8 +219,8 @@ class Generation:
                 summary.seconds,
                 "+".join(summary.finish_reasons),
             )
-        if self.on_close is not None:
-            self.on_close(summary)
+        if (traces := self._service.traces) is not None:
+            traces.record(summary, self._request.headers, self.model_name)
 
     def _summary(self, error: BaseException | None) -> RequestSummary:
         choices = self.choices.values()
@@ -253,16 +256,17 @@ class Generation:
             raise request_error(failed, self._request_id) from error
 
     def _record_metrics(self, choice: Choice) -> None:
-        metrics = self._metrics
-        metrics.e2e_latency.observe(choice.last - self.started)
+        metrics = self._service.metrics
+        metrics.observe("e2e_request_latency_seconds", choice.last - self.started)
         waited = choice.first - self.started - choice.queue_seconds
-        metrics.prefill_time.observe(max(waited, 0.0))
-        metrics.decode_time.observe(choice.last - choice.first)
-        metrics.prompt_tokens.observe(len(choice.prompt))
-        metrics.new_tokens.observe(choice.num_new)
+        metrics.observe("request_prefill_time_seconds", max(waited, 0.0))
+        metrics.observe("request_decode_time_seconds", choice.last - choice.first)
+        metrics.observe("request_prompt_tokens", len(choice.prompt))
+        metrics.observe("request_generation_tokens", choice.num_new)
         metrics.finished.labels(metrics.model, choice.finish_reason).inc()
         if choice.num_new > 1:
-            metrics.tpot.observe((choice.last - choice.first) / (choice.num_new - 1))
+            mean = (choice.last - choice.first) / (choice.num_new - 1)
+            metrics.observe("request_time_per_output_token_seconds", mean)
 
 
 def _choice_params(params: SamplingParams, number: int) -> SamplingParams:

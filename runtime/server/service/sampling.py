@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atomc.runtime.constrained.allowed_tokens import bad_word_tokens
-from atomc.runtime.requests.sampling_params import ParameterError, SamplingParams, Structured
+from atomc.runtime.requests.sampling_params import SamplingParams, Structured
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.http.errors import invalid
+from atomc.runtime.server.http.errors import invalid, refusing
 from atomc.runtime.server.http.limits import (
     BAD_WORDS,
     CHOICES,
@@ -75,7 +75,7 @@ async def sampling_params(
         )
     allowed = _allowed_token_ids(body, model, num_choices)
     bad_words = await _bad_words(body, model, num_choices)
-    try:
+    with refusing():
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=body.min_tokens,
@@ -93,8 +93,6 @@ async def sampling_params(
             bad_words=bad_words,
             **values,
         )
-    except ParameterError as error:
-        raise invalid(str(error), error.name) from error
 
 
 def _allowed_token_ids(
@@ -119,24 +117,18 @@ async def _bad_words(
     check_constraint_size(name, sum(map(len, words)), "characters", num_choices)
     if not all(word.strip() for word in words):
         raise invalid(f"{name} has an empty or blank string, expected words: remove it", name)
-    try:
+    with refusing(name):
         return await asyncio.to_thread(bad_word_tokens, words, model.tokenizer)
-    except UnicodeError:
-        raise
-    except ValueError as error:
-        raise invalid(str(error), name) from error
 
 
 def truncated_prompt(
     tokens: Sequence[int], body: GenerationRequest, max_tokens: int | None, model: ModelInfo
 ) -> list[int]:
     """The end of the prompt that truncate_prompt_tokens keeps. Raises a 400 for a wrong value."""
-    try:
+    with refusing():
         return truncated(
             tokens, body.truncate_prompt_tokens, max_tokens=max_tokens, max_len=model.max_len
         )
-    except ParameterError as error:
-        raise invalid(str(error), error.name) from error
 
 
 def prompt_limit(body: GenerationRequest, model: ModelInfo) -> int:

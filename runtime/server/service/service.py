@@ -3,26 +3,20 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from atomc.runtime.requests.prompt_image import PromptImage
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.engines.engine_group import Engines
 from atomc.runtime.server.engines.ipc import Submit
 from atomc.runtime.server.http.errors import APIError, client_error, unavailable
-from atomc.runtime.server.http.responses import cancel_on_disconnect, request_id
 from atomc.runtime.server.metrics import Metrics
-from atomc.runtime.server.service.generation import Generation
 from atomc.runtime.server.service.image_budget import ImageBudget
 from atomc.runtime.server.service.image_reader import ImageReader
 from atomc.runtime.server.service.model_info import ModelInfo
-from atomc.runtime.server.service.protocol import GenerationRequest
 from atomc.runtime.server.service.response_store import ResponseStore
 
 if TYPE_CHECKING:
@@ -75,45 +69,6 @@ class Service:
             return salt
         return f"key {caller}" if salt is None else f"key {caller} {salt}"
 
-    def generation(
-        self,
-        request: Request,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        body: GenerationRequest,
-        images: Sequence[PromptImage] = (),
-    ) -> Generation:
-        self.model.check_name(body.model)  # again: an adapter may have been unloaded since then
-        return Generation(
-            self.engines,
-            self.model,
-            self.metrics,
-            request_id(request),
-            prompts,
-            params,
-            images=images,
-            n=body.n,
-            priority=body.priority,
-            salt=self.prefix_salt(request, body.cache_salt),
-            lora=self.model.adapter(body.model),
-            log_requests=self.config.log_requests,
-        )
-
-    async def start(self, generation: Generation, request: Request) -> None:
-        """Returns when the engine has accepted the request. Raises APIError, RequestRefused or
-        EngineDead if it does not, ClientDisconnect if the client disconnects."""
-        if self.traces is not None:
-            generation.on_close = partial(
-                self.traces.record,
-                headers=request.headers,
-                model=generation.model_name,
-            )
-        try:
-            await cancel_on_disconnect(request, generation.start())
-        except BaseException as error:  # cancelled too: the engine may have the request already
-            generation.close(None if isinstance(error, ClientDisconnect) else error)
-            raise
-
     def stream_error(self, error: Exception) -> APIError:
         """The error event of a stream that has begun; logs internal errors."""
         answer = client_error(error)
@@ -123,7 +78,7 @@ class Service:
         return answer
 
     async def ready(self) -> None:
-        """Generates one token, at most once per PROBE_SECONDS. Raises as `start` does."""
+        """Generates one token, at most once per PROBE_SECONDS. Raises as Generation.start."""
         now = time.monotonic()
         if self._ready_task is None or (
             self._ready_task.done() and now - self._ready_started > PROBE_SECONDS

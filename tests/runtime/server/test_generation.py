@@ -9,13 +9,19 @@ import pytest
 for package in ("fastapi", "prometheus_client", "zmq"):
     pytest.importorskip(package)
 
+from starlette.requests import Request  # noqa: E402
+
 from atomc.runtime.requests.request import Output  # noqa: E402
 from atomc.runtime.requests.request_errors import RequestError  # noqa: E402
 from atomc.runtime.requests.sampling_params import SamplingParams  # noqa: E402
+from atomc.runtime.server.config import ServerConfig  # noqa: E402
 from atomc.runtime.server.engines.request_stream import RequestStream  # noqa: E402
 from atomc.runtime.server.http.errors import APIError  # noqa: E402
 from atomc.runtime.server.metrics import Metrics  # noqa: E402
 from atomc.runtime.server.service.generation import Generation, RequestSummary  # noqa: E402
+from atomc.runtime.server.service.image_budget import ImageBudget  # noqa: E402
+from atomc.runtime.server.service.protocol import CompletionRequest  # noqa: E402
+from atomc.runtime.server.service.service import Service  # noqa: E402
 
 
 class Engines:
@@ -43,10 +49,22 @@ def summary_of(*outputs: Output) -> tuple[RequestSummary, Metrics]:
     engines: Any = Engines([*outputs])
     metrics, found = Metrics(engines, "model"), []
 
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
     async def run() -> None:
-        model: Any = SimpleNamespace(tokenizer=None, names=("model",))
-        made = Generation(engines, model, metrics, "a", [[1, 2]], SamplingParams())
-        made.on_close = found.append
+        model: Any = SimpleNamespace(
+            tokenizer=None,
+            names=("model",),
+            check_name=lambda name: None,
+            adapter=lambda name: None,
+        )
+        service = Service(engines, model, ServerConfig(), metrics, 1, ImageBudget(1))
+        traces: Any = SimpleNamespace(record=lambda summary, *_: found.append(summary))
+        service.traces = traces
+        request = Request({"type": "http", "headers": [], "state": {"request_id": "a"}}, receive)
+        body = CompletionRequest(prompt="")
+        made = Generation(service, request, body, [[1, 2]], SamplingParams())
         await made.start()
         with pytest.raises(APIError), made:
             async for _ in made:
