@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.runtime.requests.request_counts import RequestCounts
-from atomc.runtime.requests.sample_spec import SampleSpec, uniform
+from atomc.runtime.requests.sample_spec import RequestCounts, SampleSpec, uniform
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.sampler import Sampler
 

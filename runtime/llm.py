@@ -24,9 +24,8 @@ from atomc.runtime.interrupts import interrupts_delayed
 from atomc.runtime.requests.prompt_image import PromptImage
 from atomc.runtime.requests.request import Completion, Request, siblings
 from atomc.runtime.requests.request_errors import RequestErrors, RequestFailed
-from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams, truncated
 from atomc.runtime.text.detokenizer import encode
-from atomc.runtime.text.prompt_truncation import truncated
 from atomc.runtime.turns import Turns
 
 if TYPE_CHECKING:  # optional

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 
-from atomc.runtime.requests.lora_adapter import LoadedAdapter
+from atomc.runtime.requests.request import LoadedAdapter
 
 
 class LoraAdapters:

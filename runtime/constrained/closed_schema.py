@@ -62,7 +62,7 @@ def walk(schema: JSONObject) -> Iterator[JSONObject]:
         yield node
         waiting += [node.get(name) for name in (*CONDITIONS, *SCHEMAS)]
         for name in ("allOf", *ALTERNATIVES, *LISTS):
-            waiting += _items(node.get(name))
+            waiting += as_list(node.get(name))
         for name in ("dependentSchemas", *NAMING, *DEFINITIONS):
             waiting += _values(node.get(name))
 
@@ -72,7 +72,7 @@ def _names_all(node: JSONObject) -> bool:
     if not any(name in node for name in NAMING) or any(rule in node for rule in RULES):
         return False
     named = node.get("properties")
-    required = _items(node.get("required"))
+    required = as_list(node.get("required"))
     return (
         "patternProperties" in node
         or not isinstance(named, dict)
@@ -83,7 +83,7 @@ def _names_all(node: JSONObject) -> bool:
 def _is_combined(node: JSONObject) -> bool:
     """Whether several schemas apply to one object."""
     parts = sum(name in node for name in (*ALTERNATIVES, "$ref"))
-    parts += len(_items(node.get("allOf"))) + any(name in node for name in NAMING)
+    parts += len(as_list(node.get("allOf"))) + any(name in node for name in NAMING)
     return parts > 1 or any(name in node for name in (*CONDITIONS, "dependentSchemas"))
 
 
@@ -113,12 +113,12 @@ def _applied_together(roots: Iterable[JSONObject], references: "References") -> 
             continue
         seen.add(id(node))
         yield Applied(node, choices)
-        parts = [node.get(name) for name in CONDITIONS] + _items(node.get("allOf"))
+        parts = [node.get(name) for name in CONDITIONS] + as_list(node.get("allOf"))
         parts += _values(node.get("dependentSchemas"))
         parts.append(references.target(node.get("$ref")))
         # Before alternatives: a schema may be applied in any case, and in one of them.
         waiting.extendleft(Applied(part, choices) for part in parts if isinstance(part, dict))
-        for alternatives in map(_items, map(node.get, ALTERNATIVES)):
+        for alternatives in map(as_list, map(node.get, ALTERNATIVES)):
             waiting.extend(
                 Applied(part, choices | {(id(alternatives), place)})
                 for place, part in enumerate(alternatives)
@@ -202,7 +202,7 @@ class References:
         return node
 
 
-def _items(value: JSON) -> list[JSON]:
+def as_list(value: JSON) -> list[JSON]:
     return value if isinstance(value, list) else []
 
 

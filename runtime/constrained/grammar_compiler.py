@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,13 +171,12 @@ class GrammarCompiler:
         """
         place = (mask.data_ptr(), mask.shape[1] * mask.element_size(), mask.shape[0])
         began = time.perf_counter()
-        single = [(matcher.inner, row) for matcher, row, draft in rows if not draft]
+        single = [(matcher, row) for matcher, row, draft in rows if not draft]
         if self._slow:
-            self._fill_one_by_one(
-                mask, [(matcher, row) for matcher, row, draft in rows if not draft]
-            )
+            self._fill_one_by_one(mask, single)
         elif single:
-            self._executor.unsafe_compute_mask_ptr(single, *place)
+            inner = [(matcher.inner, row) for matcher, row in single]
+            self._executor.unsafe_compute_mask_ptr(inner, *place)
         drafted = [(matcher.inner, row, list(draft)) for matcher, row, draft in rows if draft]
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
@@ -198,31 +198,32 @@ class GrammarCompiler:
                 )
 
 
+@dataclass(eq=False)
 class CompiledGrammar:
     """A compiled grammar, for any number of requests."""
 
-    def __init__(self, start: "LLMatcher", eos_ids: frozenset[int], num_bytes: int) -> None:
-        self._start = start
-        self.eos_ids = eos_ids
-        self.num_bytes = num_bytes
+    _start: "LLMatcher"
+    eos_ids: frozenset[int]
+    num_bytes: int
 
     def matcher(self) -> "GrammarMatcher":
         """A matcher for a new request."""
         return GrammarMatcher(self, self._start.deep_copy())
 
 
+@dataclass(eq=False)
 class GrammarMatcher:
     """The state of one request's output in its grammar.
 
+    grammar       kept in the count of used memory
     finished      an end-of-sequence token was accepted; no token may follow
     stop_reason   why the matcher accepts no more tokens; empty if it does
     """
 
-    def __init__(self, grammar: CompiledGrammar, inner: "LLMatcher") -> None:
-        self.grammar = grammar  # keeps the grammar in the count of used memory
-        self.inner = inner
-        self.finished = False
-        self.stop_reason = ""
+    grammar: CompiledGrammar
+    inner: "LLMatcher"
+    finished: bool = False
+    stop_reason: str = ""
 
     @property
     def complete(self) -> bool:

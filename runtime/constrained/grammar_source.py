@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from atomc.files.json_types import JSON, JSONObject
-from atomc.runtime.constrained.closed_schema import close_objects, walk
+from atomc.files.json_types import JSONObject
+from atomc.runtime.constrained.closed_schema import as_list, close_objects, walk
 from atomc.runtime.requests.sampling_params import Structured
 
 if TYPE_CHECKING:  # optional
@@ -113,7 +113,7 @@ def _check_num_properties(schema: JSONObject) -> None:
         least, required = node.get("minProperties"), node.get("required")
         if not isinstance(least, int) or not _has_unnamed(node):
             continue
-        names = {name for name in _items(required) if isinstance(name, str)}
+        names = {name for name in as_list(required) if isinstance(name, str)}
         if least > len(names) + 1:
             raise ValueError(
                 f"json_schema: minProperties is {least}, expected at most {len(names) + 1} (one "
@@ -125,7 +125,3 @@ def _check_num_properties(schema: JSONObject) -> None:
 def _has_unnamed(node: JSONObject) -> bool:
     """Whether an object may have properties that the schema does not name."""
     return bool(node.get("patternProperties")) or node.get("additionalProperties") is not False
-
-
-def _items(value: JSON) -> list[JSON]:
-    return value if isinstance(value, list) else []

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from atomc.runtime.constrained.allowed_tokens import AllowedTokens
 from atomc.runtime.constrained.grammar_compiler import GrammarMatcher
-from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.scheduling.speculative import NGramProposer
 
 

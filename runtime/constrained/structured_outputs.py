@@ -6,6 +6,7 @@ fails its request if it stops. A worker only gets the mask of a step.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from atomc.torch_compat.exceptions import is_failure
 log = logging.getLogger("atomc")
 
 
+@dataclass(eq=False)
 class StructuredMatchers:
     """Creates matchers and masks.
 
@@ -31,16 +33,13 @@ class StructuredMatchers:
     request_errors    collects the errors of single requests
     """
 
-    def __init__(
-        self, create_compiler: Callable[[], GrammarCompiler], request_errors: RequestErrors
-    ) -> None:
-        self.request_errors = request_errors
-        self._create_compiler = create_compiler
-        self._compiler: GrammarCompiler | None = None
+    create_compiler: Callable[[], GrammarCompiler]
+    request_errors: RequestErrors
+    _compiler: GrammarCompiler | None = None
 
     def compiler(self) -> GrammarCompiler:
         """The grammar compiler. Raises as GrammarCompiler does."""
-        self._compiler = self._compiler or self._create_compiler()
+        self._compiler = self._compiler or self.create_compiler()
         return self._compiler
 
     def matcher(self, structured: Structured) -> GrammarMatcher:

@@ -1,6 +1,7 @@
 """The mask of the tokens that a step may sample: of grammars, allowed_token_ids and bad_words."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # optional
 NUM_KEPT = 16
 
 
+@dataclass(eq=False)
 class TokenMasks:
     """Creates the masks of steps.
 
@@ -30,16 +32,12 @@ class TokenMasks:
     request_errors   collects the errors of single requests
     """
 
-    def __init__(
-        self,
-        structured_outputs: StructuredMatchers,
-        tokenizer: "Tokenizer | None",
-        vocab_size: int | None,
-        request_errors: RequestErrors,
-    ) -> None:
-        self._structured_outputs = structured_outputs
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._request_errors = request_errors
+    structured_outputs: StructuredMatchers
+    tokenizer: "Tokenizer | None"
+    vocab_size: int | None
+    request_errors: RequestErrors
+
+    def __post_init__(self) -> None:
         self._kept = lru_cache(NUM_KEPT)(self._create)
 
     def allowed_tokens(self, params: SamplingParams) -> AllowedTokens | None:
@@ -53,13 +51,13 @@ class TokenMasks:
     def _create(
         self, allowed_token_ids: tuple[int, ...] | None, bad_words: tuple[BadWord, ...]
     ) -> AllowedTokens:
-        if self._vocab_size is None:
+        if self.vocab_size is None:
             raise ValueError(
                 "allowed_token_ids and bad_words need the size of the vocabulary, which this "
                 "module does not have as config.vocab_size: use logit_bias"
             )
         params = SamplingParams(allowed_token_ids=allowed_token_ids, bad_words=bad_words)
-        return AllowedTokens(params, self._vocab_size, self._tokenizer)
+        return AllowedTokens(params, self.vocab_size, self.tokenizer)
 
     def mask(
         self,
@@ -75,19 +73,19 @@ class TokenMasks:
         matchers = {
             name: state.matcher for name, state in states.items() if state.matcher is not None
         }
-        mask = self._structured_outputs.mask(step, matchers)
+        mask = self.structured_outputs.mask(step, matchers)
         if all(state.allowed is None for state in states.values()):
             return mask
         if mask is None:
-            assert self._vocab_size is not None, "allowed_tokens refuses these requests"
-            mask = full_mask(step.num_samples, self._vocab_size)
+            assert self.vocab_size is not None, "allowed_tokens refuses these requests"
+            mask = full_mask(step.num_samples, self.vocab_size)
         bits, row = mask.numpy().view(np.uint32), 0
         for chunk in step.chunks:
             rows = bits[row : row + chunk.num_samples]
             row += chunk.num_samples
             state = states.get(chunk.request_id)
             if chunk.num_samples and state is not None and state.allowed is not None:
-                self._request_errors.run(
+                self.request_errors.run(
                     chunk.request_id,
                     "excluding its tokens",
                     _exclude,

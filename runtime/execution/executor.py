@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from atomc.runtime.execution.capacity import Capacity
-from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.requests.request_errors import RequestError
 from atomc.runtime.scheduling.image_limits import ImageLimits
 from atomc.runtime.scheduling.state_rows import StateRows

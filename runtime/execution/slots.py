@@ -5,9 +5,8 @@ from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
-from atomc.runtime.requests.request_counts import RequestCounts
 from atomc.runtime.requests.request_errors import RequestError, wrap_error
-from atomc.runtime.requests.sample_spec import GREEDY, SampleSpec
+from atomc.runtime.requests.sample_spec import GREEDY, RequestCounts, SampleSpec
 from atomc.runtime.sampling.token_counts import TokenCounts
 from atomc.runtime.scheduling.step import Admission, Chunk, ScheduledStep
 

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from atomc.runtime.requests.logprobs import TokenLogprobs
-from atomc.runtime.requests.lora_adapter import LoadedAdapter
 from atomc.runtime.requests.prompt_image import PromptImage
 from atomc.runtime.requests.request_errors import RequestError
 from atomc.runtime.requests.sample_spec import SampleSpec
@@ -12,6 +10,35 @@ from atomc.runtime.requests.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Pooling = Literal["mean", "last"]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability and rank (1: most likely) of a token: log-softmax of the model's logits,
+    before temperature, penalties and filters.
+
+    top   the most likely tokens with their log-probabilities, best first
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter, as loaded once: it is another one after it was unloaded and loaded again.
+
+    number    its place in the adapters of a program, which another one has after it
+    identity  differs between all loads of one engine
+    folder    from which it was loaded
+    """
+
+    name: str
+    number: int
+    identity: int
+    folder: str
 
 
 @dataclass(eq=False)
@@ -107,7 +134,7 @@ class Request:
         """Number of tokens not in the cache yet: a prompt, the rest of one, or the last sampled
         token.
         """
-        return len(self.tokens) + self.num_in_flight - self.computed
+        return self.length - self.computed
 
     @property
     def num_new(self) -> int:

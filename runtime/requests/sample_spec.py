@@ -1,17 +1,38 @@
 """SampleSpec: how the next token of a request is sampled, and its random number."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from atomc.runtime.requests.request_counts import RequestCounts
 from atomc.runtime.requests.sampling_params import SamplingParams
 
 GREEDY = SamplingParams()
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
+
+
+@dataclass(eq=False)
+class RequestCounts:
+    """Token counts of one request while it has a slot: its row in TokenCounts.
+
+    tokens   prompt and output tokens until the first sampling counts them, then []
+    row      its row in TokenCounts; None before the first sampling
+    length   number of counted tokens, plus up to `pending` known only on the device; 0 before the
+             first sampling
+    """
+
+    num_prompt: int
+    tokens: list[int] = field(default_factory=list)
+    row: int | None = None
+    length: int = 0
+    pending: int = 0
+
+    @property
+    def assigned_row(self) -> int:
+        assert self.row is not None, "no token was sampled yet"
+        return self.row
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -276,3 +276,24 @@ class SamplingParams:
             raise ParameterError(
                 name, f"{name} is {getattr(self, name)!r}, it must be {expectation}"
             )
+
+
+def truncated(
+    tokens: Sequence[int], size: int | None, *, max_tokens: int | None, max_len: int
+) -> list[int]:
+    """The last `size` tokens; -1: as many as leave room for max_tokens (None: for one); None: all.
+
+    max_len   maximum sequence length in tokens
+
+    Raises ParameterError for another size, and for one above max_len.
+    """
+    if size is None:
+        return list(tokens)
+    if size not in range(1, max_len + 1) and size != -1:
+        raise ParameterError(
+            "truncate_prompt_tokens",
+            f"truncate_prompt_tokens is {size}, it must be at least 1 and at most the maximum "
+            f"context length of {max_len}, or -1 (as many as fit)",
+        )
+    length = max(max_len - (max_tokens or 1), 1) if size == -1 else size
+    return list(tokens[-length:])

@@ -1,6 +1,7 @@
 """Asynchronous copies from the device to the host."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,13 +24,13 @@ class HostCopier:
         return HostCopy(copies, tensors, arrived)
 
 
+@dataclass(eq=False)
 class HostCopy:
-    """A copy in progress; keeps `sources` alive until it is complete."""
+    """A copy in progress; keeps the sources alive until it is complete."""
 
-    def __init__(
-        self, copies: Sequence[Tensor], sources: Sequence[Tensor], arrived: torch.cuda.Event | None
-    ) -> None:
-        self._copies, self._sources, self._arrived = copies, sources, arrived
+    _copies: Sequence[Tensor]
+    _sources: Sequence[Tensor]
+    _arrived: torch.cuda.Event | None
 
     def wait(self) -> Sequence[Tensor]:
         """Wait for the copy; returns the tensors on the host."""

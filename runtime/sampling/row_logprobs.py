@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.request import TokenLogprobs
 
 # Rows of [V] fp32 log-softmax in memory at a time.
 ROWS_AT_ONCE = 64

@@ -67,12 +67,11 @@ class Sampler:
         if not asked:
             return Sampled(tokens, max_logits)
         counts = [specs[i].params.logprobs or 0 for i in asked]
-        if len(asked) == len(specs):
-            return Sampled(tokens, max_logits, tuple(asked), logprobs(logits, tokens, counts))
-        rows = pack_to_device(logits.device, [(i,) for i in asked])[0, :, 0].long()
-        return Sampled(
-            tokens, max_logits, tuple(asked), logprobs(logits[rows], tokens[rows], counts)
-        )
+        scored = logits, tokens
+        if len(asked) < len(specs):
+            rows = pack_to_device(logits.device, [(i,) for i in asked])[0, :, 0].long()
+            scored = logits[rows], tokens[rows]
+        return Sampled(tokens, max_logits, tuple(asked), logprobs(*scored, counts))
 
     def _processed(
         self, logits: Tensor, specs: Sequence[SampleSpec], mask: Tensor | None

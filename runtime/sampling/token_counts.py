@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atomc.runtime.requests.request_counts import RequestCounts
-from atomc.runtime.requests.sample_spec import SampleSpec
+from atomc.runtime.requests.sample_spec import RequestCounts, SampleSpec
 from atomc.runtime.sampling.pack_to_device import pack_to_device
 
 

@@ -18,7 +18,7 @@ from atomc.runtime.server import operations, status
 from atomc.runtime.server.anthropic.endpoints import count_message_tokens, create_message
 from atomc.runtime.server.anthropic.errors import COUNT_TOKENS, ERROR_FORMAT, MESSAGES
 from atomc.runtime.server.anthropic.errors import ErrorResponse as AnthropicError
-from atomc.runtime.server.anthropic.response import AnthropicMessage, InputTokens
+from atomc.runtime.server.anthropic.response import AnthropicMessage
 from atomc.runtime.server.engines.client import EngineDead, RequestRefused
 from atomc.runtime.server.http.api_keys import ApiKeys
 from atomc.runtime.server.http.auth_middleware import AuthMiddleware
@@ -29,7 +29,7 @@ from atomc.runtime.server.http.request_body import (
     BodyTimeoutMiddleware,
     UnreadBodyMiddleware,
 )
-from atomc.runtime.server.http.responses import APIErrorResponse
+from atomc.runtime.server.http.responses import APIErrorResponse, JSONResponse
 from atomc.runtime.server.http.unknown_fields import IGNORED_FIELDS, check_unknown_fields
 from atomc.runtime.server.http.web_pages import WebPages
 from atomc.runtime.server.openai import lora
@@ -39,49 +39,47 @@ from atomc.runtime.server.openai.embeddings import embed
 from atomc.runtime.server.openapi import docs_page
 from atomc.runtime.server.openapi.schema import Endpoint, openapi_schema
 from atomc.runtime.server.responses import endpoints as responses_api
-from atomc.runtime.server.responses.response import DeletedResponse, InputItems, ModelResponse
+from atomc.runtime.server.responses.response import ModelResponse
 from atomc.runtime.server.service import response_types as types
 from atomc.runtime.server.service.image_budget import ImageBudgetMiddleware
 from atomc.runtime.server.service.service import Service
 
 RESPONSES, RESPONSE = "/v1/responses", "/v1/responses/{response_id}"
 ENDPOINTS = (
-    Endpoint("GET", "/v1/models", operations.models, types.Models),
-    Endpoint("GET", "/v1/models/{name:path}", operations.one_model, types.Model),
-    Endpoint("POST", "/v1/completions", complete, types.Completion, streams=True),
-    Endpoint("POST", "/v1/chat/completions", chat, types.ChatCompletion, streams=True),
-    Endpoint("POST", MESSAGES, create_message, AnthropicMessage, streams=True),
-    Endpoint("POST", COUNT_TOKENS, count_message_tokens, InputTokens),
-    Endpoint("POST", RESPONSES, responses_api.create_response, ModelResponse, streams=True),
+    Endpoint("GET", "/v1/models", operations.models),
+    Endpoint("GET", "/v1/models/{name:path}", operations.one_model),
+    Endpoint("POST", "/v1/completions", complete, answer=types.Completion, streams=True),
+    Endpoint("POST", "/v1/chat/completions", chat, answer=types.ChatCompletion, streams=True),
+    Endpoint("POST", MESSAGES, create_message, answer=AnthropicMessage, streams=True),
+    Endpoint("POST", COUNT_TOKENS, count_message_tokens),
+    Endpoint("POST", RESPONSES, responses_api.create_response, answer=ModelResponse, streams=True),
     # Its path is also that of a response, which would make it status 405.
     Endpoint("POST", f"{RESPONSES}/compact", responses_api.refuse_compact, hidden=True),
-    Endpoint("GET", RESPONSE, responses_api.retrieve_response, ModelResponse),
-    Endpoint("DELETE", RESPONSE, responses_api.delete_response, DeletedResponse),
-    Endpoint("GET", f"{RESPONSE}/input_items", responses_api.list_input_items, InputItems),
-    Endpoint("POST", "/v1/embeddings", embed, types.Embeddings),
-    Endpoint("POST", "/tokenize", operations.tokenize, types.Tokens),
-    Endpoint("POST", "/detokenize", operations.detokenize, types.DetokenizedText),
-    Endpoint("GET", "/version", operations.version, types.Version, "public"),
-    Endpoint("GET", "/load", operations.load, types.Load, "operator"),
-    Endpoint("GET", "/health", operations.health, types.Health, "public"),
+    Endpoint("GET", RESPONSE, responses_api.retrieve_response, answer=ModelResponse),
+    Endpoint("DELETE", RESPONSE, responses_api.delete_response),
+    Endpoint("GET", f"{RESPONSE}/input_items", responses_api.list_input_items),
+    Endpoint("POST", "/v1/embeddings", embed, answer=types.Embeddings),
+    Endpoint("POST", "/tokenize", operations.tokenize),
+    Endpoint("POST", "/detokenize", operations.detokenize),
+    Endpoint("GET", "/version", operations.version, "public"),
+    Endpoint("GET", "/load", operations.load, "operator"),
+    Endpoint("GET", "/health", operations.health, "public"),
     # Amazon SageMaker's name.
-    Endpoint("GET", "/ping", operations.health, caller="public", hidden=True),
-    Endpoint("POST", "/ping", operations.health, caller="public", hidden=True),
-    Endpoint("GET", "/ready", operations.ready, types.Status, "public"),
-    Endpoint("GET", "/metrics", operations.metrics, None, "public"),
-    Endpoint("GET", "/experts", operations.experts, types.ExpertTokens, "operator"),
-    Endpoint("GET", "/compiler", operations.compiler, dict[str, Any], "operator"),
-    Endpoint("GET", "/compiler/report", operations.compiler_page, caller="operator", hidden=True),
-    Endpoint(
-        "POST", "/reset_prefix_cache", operations.reset_prefix_cache, types.Status, "operator"
-    ),
-    Endpoint("POST", "/v1/load_lora_adapter", lora.load_adapter, types.Status, "operator"),
-    Endpoint("POST", "/v1/unload_lora_adapter", lora.unload_adapter, types.Status, "operator"),
-    Endpoint("POST", "/sleep", operations.sleep, types.Status, "operator"),
-    Endpoint("POST", "/wake_up", operations.wake_up, types.Status, "operator"),
-    Endpoint("GET", "/is_sleeping", operations.is_sleeping, types.Sleeping, "operator"),
-    Endpoint("POST", "/start_profile", operations.start_profile, types.Profile, "operator"),
-    Endpoint("POST", "/stop_profile", operations.stop_profile, types.Profile, "operator"),
+    Endpoint("GET", "/ping", operations.health, "public", hidden=True),
+    Endpoint("POST", "/ping", operations.health, "public", hidden=True),
+    Endpoint("GET", "/ready", operations.ready, "public"),
+    Endpoint("GET", "/metrics", operations.metrics, "public"),
+    Endpoint("GET", "/experts", operations.experts, "operator"),
+    Endpoint("GET", "/compiler", operations.compiler, "operator", dict[str, Any]),
+    Endpoint("GET", "/compiler/report", operations.compiler_page, "operator", hidden=True),
+    Endpoint("POST", "/reset_prefix_cache", operations.reset_prefix_cache, "operator"),
+    Endpoint("POST", "/v1/load_lora_adapter", lora.load_adapter, "operator"),
+    Endpoint("POST", "/v1/unload_lora_adapter", lora.unload_adapter, "operator"),
+    Endpoint("POST", "/sleep", operations.sleep, "operator"),
+    Endpoint("POST", "/wake_up", operations.wake_up, "operator"),
+    Endpoint("GET", "/is_sleeping", operations.is_sleeping, "operator"),
+    Endpoint("POST", "/start_profile", operations.start_profile, "operator"),
+    Endpoint("POST", "/stop_profile", operations.stop_profile, "operator"),
 )
 
 
@@ -163,9 +161,12 @@ def _add_route(app: FastAPI, endpoint: Endpoint, service: Service) -> None:
         body, request = values.get("body"), values.get("request")
         if isinstance(body, BaseModel) and isinstance(request, Request):
             check_unknown_fields(body, request, strict=service.config.strict_requests)
-        return await run(**values)
+        result = await run(**values)
+        return result if isinstance(result, Response) else JSONResponse(result)
 
-    answer.__signature__ = signature(run)  # type: ignore[attr-defined]
+    answer.__signature__ = signature(run).replace(  # type: ignore[attr-defined]
+        return_annotation=Response
+    )
     app.add_api_route(
         endpoint.path,
         answer,
@@ -211,13 +212,12 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         error.__cause__, APIError
     ):  # raised by the middleware while FastAPI reads the body
         return APIErrorResponse(error.__cause__)
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     message = (
         f"no endpoint {request.method} {request.url.path}"
         if error.status_code in (404, 405)
         else str(error.detail)
     )
-    return APIErrorResponse(APIError(error.status_code, message, kind, headers=error.headers))
+    return APIErrorResponse(APIError(error.status_code, message, headers=error.headers))
 
 
 async def _answer_unicode_error(request: Request, error: Exception) -> Response:

@@ -62,14 +62,8 @@ def values_of(
         if option.name in from_file:
             values[option.name] = _checked(option, from_file[option.name])
         if option.name not in leave_out and hasattr(arguments, option.name):
-            value = getattr(arguments, option.name)
-            values[option.name] = (
-                dict(value)
-                if _kind(option) is dict
-                else tuple(value)
-                if _kind(option) is tuple
-                else value
-            )
+            kind, value = _kind(option), getattr(arguments, option.name)
+            values[option.name] = kind(value) if kind in (dict, tuple) else value
     return values
 
 
@@ -127,16 +121,12 @@ def _flag(option: "Field[Any]") -> dict[str, Any]:
 
 
 def _help(option: "Field[Any]") -> str:
-    text = str(option.metadata["help"])
-    has_default = (
-        option.default is not MISSING and option.default is not None and option.default != ()
-    )
-    default = (
-        {True: "yes", False: "no"}.get(option.default, option.default)
-        if isinstance(option.default, bool)
-        else option.default
-    )
-    return (f"{text} (default: {default})" if has_default else text).replace("%", "%%")
+    text, default = str(option.metadata["help"]), option.default
+    if isinstance(default, bool):
+        default = "yes" if default else "no"
+    if default not in (MISSING, None, ()):
+        text += f" (default: {default})"
+    return text.replace("%", "%%")
 
 
 def named_value(text: str) -> tuple[str, Any]:

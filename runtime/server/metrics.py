@@ -122,14 +122,14 @@ class Metrics:
         return generate_latest(self._exposed)
 
 
+@dataclass(eq=False)
 class AliasCollector:
     """The metrics of a registry, and after each one that vLLM has, copies under vLLM's names."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    registry: CollectorRegistry
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
+        for metric in self.registry.collect():
             yield metric
             _, _, name = metric.name.partition(":")
             aliases = [name] if name in VLLM_NAMES else []
@@ -142,16 +142,17 @@ class AliasCollector:
                 yield copy
 
 
+@dataclass(eq=False)
 class EngineCollector:
     """Prometheus collector of the engines' last stats, with the number of each engine."""
 
-    def __init__(self, engines: Engines, model: str) -> None:
-        self._engines, self._model = engines, model
+    engines: Engines
+    model: str
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Family] = {}
-        for number, client in enumerate(self._engines.clients):
-            labels = {"engine": str(number), "model_name": self._model}
+        for number, client in enumerate(self.engines.clients):
+            labels = {"engine": str(number), "model_name": self.model}
             for sample in samples(client):
                 if sample.name not in families:
                     families[sample.name] = sample.family(

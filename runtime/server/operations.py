@@ -17,11 +17,10 @@ from atomc.runtime.server.engines.client import EngineDead, EngineRestarting
 from atomc.runtime.server.engines.control_calls import CallName
 from atomc.runtime.server.http.errors import APIError, invalid, refusing, unavailable
 from atomc.runtime.server.http.limits import TOKENS, check_length
-from atomc.runtime.server.http.responses import JSONResponse
 from atomc.runtime.server.metrics import CONTENT_TYPE
-from atomc.runtime.server.service.model_info import ChatInput, ModelInfo
+from atomc.runtime.server.service import response_types as types
+from atomc.runtime.server.service.model_info import ModelInfo
 from atomc.runtime.server.service.protocol import DetokenizeRequest, TokenizeRequest
-from atomc.runtime.server.service.response_types import Model
 from atomc.runtime.server.service.service import Service
 from atomc.runtime.sleeping import refuse_level, wakes_state
 
@@ -30,19 +29,19 @@ RENDER_SECONDS = 60.0
 _rendering = asyncio.Lock()
 
 
-async def models(service: Service) -> Response:
+async def models(service: Service) -> types.Models:
     """List the served models."""
     names = dict.fromkeys((*service.model.names, *service.model.adapters))
-    return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
+    return {"object": "list", "data": [_model(service, name) for name in names]}
 
 
-async def one_model(service: Service, name: str) -> Response:
+async def one_model(service: Service, name: str) -> types.Model:
     """Get a served model."""
     service.model.check_name(name)
-    return JSONResponse(_model(service, name))
+    return _model(service, name)
 
 
-def _model(service: Service, name: str) -> Model:
+def _model(service: Service, name: str) -> types.Model:
     model = service.model
     return {
         "id": name,
@@ -56,7 +55,7 @@ def _model(service: Service, name: str) -> Model:
     }
 
 
-async def tokenize(service: Service, body: TokenizeRequest, request: Request) -> Response:
+async def tokenize(service: Service, body: TokenizeRequest, request: Request) -> types.Tokens:
     """Get the tokens of a prompt or a chat."""
     model = service.model
     model.check_name(body.model)
@@ -70,40 +69,34 @@ async def tokenize(service: Service, body: TokenizeRequest, request: Request) ->
         )
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-        chat = ChatInput(
-            body.messages or [],
-            tools,
-            body.add_generation_prompt,
-            body.chat_template_kwargs or {},
-            body.continue_final_message,
-        )
-        tokens = (await chat_prompt(service, request, chat)).tokens
+        kwargs = body.chat_template_kwargs or {}
+        tokens = (await chat_prompt(service, request, body, tools, kwargs)).tokens
     spelled = (
         await asyncio.to_thread(_token_texts, model, tokens) if body.return_token_strs else None
     )
-    return JSONResponse(
-        {
-            "count": len(tokens),
-            "max_model_len": model.max_len,
-            "tokens": tokens,
-            "token_strs": spelled,
-        }
-    )
+    return {
+        "count": len(tokens),
+        "max_model_len": model.max_len,
+        "tokens": tokens,
+        "token_strs": spelled,
+    }
 
 
-async def detokenize(service: Service, body: DetokenizeRequest, request: Request) -> Response:
+async def detokenize(
+    service: Service, body: DetokenizeRequest, request: Request
+) -> types.DetokenizedText:
     """Get the text of tokens."""
     service.model.check_name(body.model)
     service.model.check_tokens(body.tokens, "tokens")
     check_length(max(TOKENS, service.model.max_len), body.tokens, "tokens", "tokens")
-    return JSONResponse({"prompt": await service.model.decode(body.tokens)})
+    return {"prompt": await service.model.decode(body.tokens)}
 
 
 def _token_texts(model: ModelInfo, tokens: Sequence[int]) -> list[str]:
     return [model.token_text_and_bytes(token)[0] for token in tokens]
 
 
-async def health(service: Service) -> Response:
+async def health(service: Service) -> types.Health:
     """Check that an engine's process runs and responds.
 
     Names those of several that do not.
@@ -115,23 +108,23 @@ async def health(service: Service) -> Response:
     if reason is not None:
         raise unavailable(reason, "engine_dead")
     if missing := engines.unhealthy:
-        return JSONResponse({"status": "degraded", "engines": missing})
-    return JSONResponse({"status": "ok"})
+        return {"status": "degraded", "engines": missing}
+    return {"status": "ok"}
 
 
-async def ready(service: Service) -> Response:
+async def ready(service: Service) -> types.Status:
     """Check that an engine generates tokens."""
     await service.ready()
-    return JSONResponse({"status": "ready"})
+    return {"status": "ready"}
 
 
-async def reset_prefix_cache(service: Service) -> Response:
+async def reset_prefix_cache(service: Service) -> types.Status:
     """Forget all cached prompts."""
     await service.engines.call_all("reset_prefix_cache")
-    return JSONResponse({"status": "ok"})
+    return {"status": "ok"}
 
 
-async def sleep(service: Service, level: int = 1) -> Response:
+async def sleep(service: Service, level: int = 1) -> types.Status:
     """Free the KV cache and CUDA graphs."""
     with refusing("level"):
         refuse_level(level)
@@ -139,10 +132,10 @@ async def sleep(service: Service, level: int = 1) -> Response:
         await service.engines.sleep()
     except ValueError as error:
         raise APIError(409, str(error), code="requests_running") from error
-    return JSONResponse({"status": "ok"})
+    return {"status": "ok"}
 
 
-async def wake_up(service: Service, tags: Annotated[list[str], Query()] = []) -> Response:  # noqa: B006
+async def wake_up(service: Service, tags: Annotated[list[str], Query()] = []) -> types.Status:  # noqa: B006
     """Allocate what /sleep has freed.
 
     tags: as of Engine.wake_up, empty for all
@@ -154,12 +147,12 @@ async def wake_up(service: Service, tags: Annotated[list[str], Query()] = []) ->
             await service.engines.call_all("wake_up")
         except ValueError as error:
             raise unavailable(str(error), "out_of_memory") from error
-    return JSONResponse({"status": "ok"})
+    return {"status": "ok"}
 
 
-async def is_sleeping(service: Service) -> Response:
+async def is_sleeping(service: Service) -> types.Sleeping:
     """Check whether the engines sleep."""
-    return JSONResponse({"is_sleeping": any(await service.engines.call_all("is_sleeping"))})
+    return {"is_sleeping": any(await service.engines.call_all("is_sleeping"))}
 
 
 async def metrics(service: Service) -> Response:
@@ -171,7 +164,7 @@ async def metrics(service: Service) -> Response:
     return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
-async def experts(service: Service) -> Response:
+async def experts(service: Service) -> types.ExpertTokens:
     """Get how many tokens each expert got."""
     await service.engines.update_stats()
     stats = service.engines.stats
@@ -180,7 +173,7 @@ async def experts(service: Service) -> Response:
             "tokens of experts are not counted: start the server with --expert-load and a mixture "
             "of experts"
         )
-    return JSONResponse({"tokens": stats.expert_load})
+    return {"tokens": stats.expert_load}
 
 
 async def compiler(service: Service) -> Response:
@@ -210,7 +203,7 @@ async def compiler_page(service: Service) -> Response:
                 await renderer.wait()
     if renderer.returncode:
         last = stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise APIError(500, f"the report could not be rendered: {last}", "server_error")
+        raise APIError(500, f"the report could not be rendered: {last}")
     headers = {
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
@@ -220,17 +213,15 @@ async def compiler_page(service: Service) -> Response:
     return Response(text, media_type="text/html", headers=headers)
 
 
-async def start_profile(service: Service) -> Response:
+async def start_profile(service: Service) -> types.Profile:
     """Start torch's profiler in the engine."""
     await _call_profiler(service, "start_profile")
-    return JSONResponse({"status": "started"})
+    return {"status": "started"}
 
 
-async def stop_profile(service: Service) -> Response:
+async def stop_profile(service: Service) -> types.Profile:
     """Stop the profiler, and write its file."""
-    return JSONResponse(
-        {"status": "stopped", "file": await _call_profiler(service, "stop_profile")}
-    )
+    return {"status": "stopped", "file": await _call_profiler(service, "stop_profile")}
 
 
 async def _call_profiler(service: Service, name: CallName) -> str:
@@ -241,13 +232,11 @@ async def _call_profiler(service: Service, name: CallName) -> str:
         return await service.engines.call(name, folder)
 
 
-async def version(service: Service) -> Response:
+async def version(service: Service) -> types.Version:
     """Get the version of atomc."""
-    return JSONResponse({"version": import_module("atomc").__version__})
+    return {"version": import_module("atomc").__version__}
 
 
-async def load(service: Service) -> Response:
+async def load(service: Service) -> types.Load:
     """Get the number of unfinished choices."""
-    return JSONResponse(
-        {"server_load": sum(client.num_unfinished for client in service.engines.clients)}
-    )
+    return {"server_load": sum(client.num_unfinished for client in service.engines.clients)}

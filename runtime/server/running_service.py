@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.engines.client import EngineClient
+from atomc.runtime.server.engines.client import EngineClient, EngineHandle
 from atomc.runtime.server.engines.engine_group import Engines
-from atomc.runtime.server.engines.engine_handle import EngineHandle
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.service.image_budget import ImageBudget
 from atomc.runtime.server.service.image_reader import image_reader

@@ -21,9 +21,8 @@ from atomc.runtime.execution.loading.hub import model_folder
 from atomc.runtime.images.media_access import real_folders
 from atomc.runtime.processes.stderr_log import log_to_stderr
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.engines.client import EngineClient, EngineFailed
+from atomc.runtime.server.engines.client import EngineClient, EngineFailed, EngineHandle
 from atomc.runtime.server.engines.engine_group import Engines
-from atomc.runtime.server.engines.engine_handle import EngineHandle
 from atomc.runtime.server.engines.start_engines import start_engines
 from atomc.runtime.server.engines.supervisor import Supervisor
 from atomc.runtime.server.http.api_keys import read_keys
@@ -112,12 +111,12 @@ def reserve_adapters(server: ServerConfig, engine: EngineConfig) -> EngineConfig
 
 def read_key_files(server: ServerConfig) -> ServerConfig:
     """Raises OSError or ValueError for files without keys."""
-    if server.api_key_file is not None:
-        keys = (*server.api_key, *read_keys(server.api_key_file))
-        server = replace(server, api_key=keys, api_key_file=None)
-    if server.admin_key_file is not None:
-        keys = (*server.admin_key, *read_keys(server.admin_key_file, "--admin-key-file"))
-        server = replace(server, admin_key=keys, admin_key_file=None)
+    for name in ("api_key", "admin_key"):
+        file = getattr(server, f"{name}_file")
+        if file is not None:
+            flag = f"--{name.replace('_', '-')}-file"
+            keys = (*getattr(server, name), *read_keys(file, flag))
+            server = replace(server, **{name: keys, f"{name}_file": None})
     return server
 
 

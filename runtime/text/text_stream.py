@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atomc.runtime.requests.logprobs import TokenLogprobs
-from atomc.runtime.requests.request import FinishReason, Output
+from atomc.runtime.requests.request import FinishReason, Output, TokenLogprobs
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.text.detokenizer import Detokenizer
 

@@ -51,7 +51,7 @@ ALLOWED = {
     "runtime/server/anthropic/chat_request.py: text.startswith(BILLING)": "a client's prompt",
     "runtime/text/chat_template.py: 'tool_calls' in message": "a mapping: the message of a chat",
     "runtime/server/flags.py: text.partition('=')": "a flag",
-    "runtime/server/chat/tool_choice.py: text.": "what a model wrote",
+    "runtime/server/chat/tool_mode.py: text.": "what a model wrote",
     "runtime/server/parsers/text_buffer.py: text.": "what a model wrote",
 }
 

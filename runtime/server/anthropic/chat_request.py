@@ -62,7 +62,11 @@ def prompt_request(body: PromptRequest) -> ChatRequest:
         parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
         chat_template_kwargs=_thinking_switch(body) | (body.chat_template_kwargs or {}),
         reasoning_effort=None if effort is None else EFFORTS.get(effort, effort),
-        response_format=_json_format(output.format.schema_) if output.format else None,
+        response_format=ResponseFormat(
+            type="json_schema", json_schema=JsonSchema(name="output", schema=output.format.schema_)
+        )
+        if output.format
+        else None,
     )
 
 
@@ -94,10 +98,6 @@ def _thinking_switch(body: PromptRequest) -> JSONObject:
         return {}
     on = body.thinking.type != "disabled"
     return {"enable_thinking": on, "thinking": on}
-
-
-def _json_format(schema: JSONObject) -> ResponseFormat:
-    return ResponseFormat(type="json_schema", json_schema=JsonSchema(name="output", schema=schema))
 
 
 def _messages(body: PromptRequest) -> Iterator[JSONObject]:

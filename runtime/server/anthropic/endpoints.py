@@ -14,6 +14,7 @@ from atomc.runtime.server.anthropic.response import (
     AnthropicMessage,
     Caller,
     Content,
+    InputTokens,
     StopFields,
     delta_usage,
     message_usage,
@@ -21,7 +22,7 @@ from atomc.runtime.server.anthropic.response import (
 )
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, rendered_prompt, start_chat
 from atomc.runtime.server.http.errors import APIError
-from atomc.runtime.server.http.responses import JSONResponse, sse_event
+from atomc.runtime.server.http.responses import sse_event
 from atomc.runtime.server.parsers.message_deltas import (
     ContentDelta,
     MessageDelta,
@@ -43,10 +44,12 @@ async def create_message(service: Service, body: MessagesRequest, request: Reque
     return await MessageAnswer(service, body, request, chat).respond()
 
 
-async def count_message_tokens(service: Service, body: PromptRequest, request: Request) -> Response:
+async def count_message_tokens(
+    service: Service, body: PromptRequest, request: Request
+) -> InputTokens:
     """Count the tokens of a chat in Anthropic's format."""
     prompt = await rendered_prompt(service, prompt_request(body), request)
-    return JSONResponse({"input_tokens": len(prompt.tokens)})
+    return {"input_tokens": len(prompt.tokens)}
 
 
 class MessageAnswer(Answer[MessagesRequest]):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.server.chat.chat_prompt import ChatPrompt, chat_prompt
 from atomc.runtime.server.chat.tool_mode import ToolMode, tool_mode
@@ -23,7 +23,7 @@ from atomc.runtime.server.parsers.reasoning_parsers import CLOSE, PromptEnd, rea
 from atomc.runtime.server.parsers.tool_parsers.harmony import HARMONY, HarmonyParser
 from atomc.runtime.server.service.generation import Generation
 from atomc.runtime.server.service.image_budget import image_reservation
-from atomc.runtime.server.service.model_info import ChatInput, ModelInfo
+from atomc.runtime.server.service.model_info import ModelInfo
 from atomc.runtime.server.service.prompts import check_num_choices
 from atomc.runtime.server.service.protocol import ChatRequest
 from atomc.runtime.server.service.sampling import (
@@ -206,14 +206,8 @@ async def _prompt(
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    chat = ChatInput(
-        body.messages,
-        mode.template_tools,
-        body.add_generation_prompt,
-        kwargs,
-        body.continue_final_message,
-    )
-    return await chat_prompt(service, request, chat, prompt_limit(body, service.model))
+    limit = prompt_limit(body, service.model)
+    return await chat_prompt(service, request, body, mode.template_tools, kwargs, limit)
 
 
 def _truncated(

@@ -1,9 +1,11 @@
 """The prompt of a chat: rendered by the chat template, tokenized, with its images."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
+from atomc.files.json_types import JSONLike
 from atomc.runtime.images.content_parts import has_images, split_images
 from atomc.runtime.images.image_error import ImageError
 from atomc.runtime.images.placeholders import Placeholders, check_image_tokens, place_images
@@ -13,7 +15,8 @@ from atomc.runtime.server.http.limits import MESSAGES, check_length
 from atomc.runtime.server.http.responses import cancel_on_disconnect
 from atomc.runtime.server.service.image_budget import image_reservation
 from atomc.runtime.server.service.image_reader import ImageReader, RequestLimits
-from atomc.runtime.server.service.model_info import ChatInput
+from atomc.runtime.server.service.model_info import ChatInput, Tools
+from atomc.runtime.server.service.protocol import ChatRequest, TokenizeRequest
 from atomc.runtime.server.service.service import Service
 
 
@@ -27,14 +30,22 @@ class ChatPrompt:
 
 
 async def chat_prompt(
-    service: Service, request: Request, chat: ChatInput, limit: int | None = None
+    service: Service,
+    request: Request,
+    body: ChatRequest | TokenizeRequest,
+    tools: Tools,
+    kwargs: Mapping[str, JSONLike],
+    limit: int | None = None,
 ) -> ChatPrompt:
-    """limit: maximum number of tokens of the text; None: max_len.
+    """tools, kwargs: as in ChatInput. limit: maximum number of tokens of the text; None: max_len.
 
     Raises a 400 for messages that the template or the model does not support, and for an image
     that cannot be used.
     """
     model = service.model
+    chat = ChatInput(
+        body.messages or (), tools, body.add_generation_prompt, kwargs, body.continue_final_message
+    )
     check_length(MESSAGES, chat.messages, "messages", "messages")
     if service.images is not None:
         try:

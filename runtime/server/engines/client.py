@@ -9,22 +9,23 @@ import signal
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from atomc.runtime.config import EngineConfig
 from atomc.runtime.scheduling.stats import Stats
 from atomc.runtime.server.engines import ipc
 from atomc.runtime.server.engines.control_calls import CallName, ControlCall, Reply
-from atomc.runtime.server.engines.engine_handle import EngineHandle
 from atomc.runtime.server.engines.engine_process import EngineStart, run_engine_process
 from atomc.runtime.server.engines.ipc import EngineFailure, Progress, Refused, Started, Submit
 from atomc.runtime.server.engines.request_stream import RequestStream
@@ -75,6 +76,42 @@ class RequestRefused(Exception):
         super().__init__(refused.message)
         self.retry_after, self.by_client = refused.retry_after, refused.by_client
         self.asleep = refused.asleep
+
+
+class EngineHandle(Protocol):
+    """What the frontend needs of whatever runs an engine: a process of its own, or an actor of Ray.
+    It starts at once, before the frontend's slow imports; `close` ends it.
+    """
+
+    config: EngineConfig
+
+    @property
+    def label(self) -> str:
+        """Its process, or its actor, for the log."""
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that becomes readable when the engine has ended."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """Of its process, negative for a signal; None while it runs, and if it is not known."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine has ended, if it could not send the reason to the socket."""
+
+    def bind(self, socket: zmq.asyncio.Socket) -> None:
+        """Bind the frontend's socket, which the engine connects to."""
+
+    def kill(self) -> None:
+        """End the engine if it still runs; does not wait."""
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Wait up to `timeout` seconds for the engine to end, then kill it."""
+
+    def restarted(self) -> "EngineHandle":
+        """A new engine like this one, which has ended."""
 
 
 class EngineProcess:
@@ -201,10 +238,6 @@ class EngineClient:
         self._attach(self.engine.restarted())
         await self.connect()
         self.restarts += 1
-
-    def keep_adapters(self, adapters: Mapping[str, str]) -> None:
-        """Have a restarted process load these LoRA adapters: name -> folder."""
-        self.engine.config = replace(self.engine.config, lora=dict(adapters))
 
     def kill_engine(self, why: str) -> None:
         """Kill the engine process; requests fail as if it had died."""

@@ -4,6 +4,7 @@ process. A new call is a name in CallName and a case in `ControlCalls.run`.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,6 +49,7 @@ class Reply(msgspec.Struct, tag=True):
     stats: Stats | None = None
 
 
+@dataclass
 class ControlCalls:
     """Runs calls in the engine's process.
 
@@ -55,9 +57,9 @@ class ControlCalls:
     profile        torch's, while it records
     """
 
-    def __init__(self, engine: "Engine", is_compiling: Callable[[], bool]) -> None:
-        self.engine, self.is_compiling = engine, is_compiling
-        self.profile: Any = None
+    engine: "Engine"
+    is_compiling: Callable[[], bool]
+    profile: Any = None
 
     def run(self, call: ControlCall) -> Reply:
         """Raises ValueError for an error that a user can fix."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count, groupby
 
 from atomc.runtime.scheduling.stats import Stats, total
@@ -150,7 +151,7 @@ class Engines:
     def keep_adapters(self, adapters: Mapping[str, str]) -> None:
         """Have restarted engines load these LoRA adapters: name -> folder."""
         for client in self.clients:
-            client.keep_adapters(adapters)
+            client.engine.config = replace(client.engine.config, lora=dict(adapters))
 
     async def sleep(self) -> None:
         """Returns when all engines sleep. Raises ValueError if requests wait or run, and

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from atomc.options import TorchrunPlace, let_openmp_sleep, visible_gpus
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.server.engines.client import EngineProcess
-from atomc.runtime.server.engines.engine_handle import EngineHandle
+from atomc.runtime.server.engines.client import EngineHandle, EngineProcess
 from atomc.runtime.server.engines.engine_process import EngineStart
 
 

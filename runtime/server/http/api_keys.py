@@ -23,7 +23,7 @@ def check_key(key: str, where: str) -> None:
         )
 
 
-def read_keys(file: str, flag: str = "--api-key-file") -> list[str]:
+def read_keys(file: str, flag: str) -> list[str]:
     """The keys in the file of this flag, one per line. Raises OSError, or ValueError for none."""
     try:
         with file_of_flag(flag, file):

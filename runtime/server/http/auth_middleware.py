@@ -4,6 +4,7 @@ import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from urllib.parse import unquote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -30,6 +31,7 @@ def _use_origin_form(scope: Scope) -> None:
         scope["path"] = unquote(scope["raw_path"].decode("ascii"))
 
 
+@dataclass
 class AuthMiddleware:
     """ASGI middleware: assigns request ids, checks the site of web pages, API keys and body sizes,
     and turns exceptions into error responses.
@@ -39,29 +41,16 @@ class AuthMiddleware:
     count_error       called with the status of each error response
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: ApiKeys,
-        pages: WebPages,
-        open_paths: frozenset[str],
-        operation_paths: frozenset[str],
-        max_body_bytes: int,
-        count_error: Callable[[int], None],
-        error_formats: Sequence[ErrorFormat] = (),
-    ) -> None:
-        self.app = app
-        self.keys, self.pages = keys, pages
-        self.open_paths, self.operation_paths = open_paths, operation_paths
-        self.max_body_bytes = max_body_bytes
-        self.count_error = count_error
-        self.error_formats = error_formats
+    app: ASGIApp
+    keys: ApiKeys
+    pages: WebPages
+    open_paths: frozenset[str]
+    operation_paths: frozenset[str]
+    max_body_bytes: int
+    count_error: Callable[[int], None]
+    error_formats: Sequence[ErrorFormat] = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         _use_origin_form(scope)
         headers = Headers(scope=scope)
         client_id = headers.get("x-request-id", "")

@@ -31,13 +31,15 @@ class ErrorAnswer(TypedDict):
 
 
 class APIError(Exception):
-    """A response with this status and the body {"error": {"message", "type", "param", "code"}}."""
+    """A response with this status and the body {"error": {"message", "type", "param", "code"}}.
+    kind: the type; None: by the status.
+    """
 
     def __init__(
         self,
         status: int,
         message: str,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         *,
         param: str | None = None,
         code: str | None = None,
@@ -46,7 +48,8 @@ class APIError(Exception):
         # The message may quote the request, which can be long or contain lone surrogates.
         message = message[:MAX_MESSAGE_CHARACTERS].encode(errors="backslashreplace").decode()
         super().__init__(message)
-        self.status, self.message, self.kind, self.code = status, message, kind, code
+        self.status, self.message, self.code = status, message, code
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
         self.param = param and param.encode(errors="backslashreplace").decode()
         self.headers = dict(headers or {})
 
@@ -102,7 +105,7 @@ def request_error(error: RequestError, request_id: str) -> APIError:
     """The response to a request that failed in the engine."""
     if error.by_client:
         return invalid(error.message)
-    return APIError(500, f"{error.message} (request {request_id})", "server_error")
+    return APIError(500, f"{error.message} (request {request_id})")
 
 
 def client_error(error: BaseException) -> APIError:
@@ -124,9 +127,9 @@ def client_error(error: BaseException) -> APIError:
         case RequestRefused(retry_after=float() | int() as seconds):
             return unavailable(str(error), "queue_full", seconds, kind="overloaded")
         case RequestRefused(by_client=False):
-            return APIError(500, str(error), "server_error")
+            return APIError(500, str(error))
         case RequestRefused():
             return invalid(str(error))
         case TokenizerError():
-            return APIError(500, str(error), "server_error")
-    return APIError(500, "internal error; see the server's log", "server_error")
+            return APIError(500, str(error))
+    return APIError(500, "internal error; see the server's log")

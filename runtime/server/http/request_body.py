@@ -5,6 +5,7 @@ what is left of one when its request is refused.
 import asyncio
 import ctypes
 from contextlib import suppress
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,14 +23,14 @@ MIN_BYTES_PER_SECOND = 10_000
 LINGER_SECONDS = 1.0
 
 
+@dataclass
 class BodyBudgetMiddleware:
     """ASGI middleware: a 429 for a request whose body would bring the total above `max_bytes`."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-        self.bytes_held = 0
-        self._trimming = False
+    app: ASGIApp
+    max_bytes: int
+    bytes_held: int = 0
+    _trimming: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         bytes_held = received = 0
@@ -78,18 +79,15 @@ def _trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+@dataclass
 class BodyTimeoutMiddleware:
     """ASGI middleware: responds with a 408 if the body is not complete after `seconds`, plus one
     second for every MIN_BYTES_PER_SECOND received."""
 
-    def __init__(self, app: ASGIApp, seconds: float) -> None:
-        self.app = app
-        self.seconds = seconds
+    app: ASGIApp
+    seconds: float
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         loop = asyncio.get_running_loop()
         deadline: float | None = None
         complete = False
@@ -117,19 +115,16 @@ class BodyTimeoutMiddleware:
         await self.app(scope, receive_timed, send)
 
 
+@dataclass
 class UnreadBodyMiddleware:
     """ASGI middleware: a response with `Connection: close` ends when the body was read, which is
     dropped, or after LINGER_SECONDS. Closing a connection with unread data resets it, and the
     client can lose the response.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         complete = closes = False
 
         async def receive_noted() -> Message:

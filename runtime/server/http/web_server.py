@@ -5,6 +5,7 @@ import logging
 import math
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
@@ -113,6 +114,7 @@ class WebServer(uvicorn.Server):
                     connection.transport.abort()
 
 
+@dataclass
 class ShutdownMiddleware:
     """ASGI middleware: `cancel_requests()` cancels all requests, which respond with a 503 if they
     have not responded yet.
@@ -120,9 +122,8 @@ class ShutdownMiddleware:
     A request that waits for a thread does not wait for it any longer.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-        self._requests: set[asyncio.Task[None]] = set()
+    app: ASGIApp
+    _requests: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     def cancel_requests(self) -> None:
         for request in self._requests:

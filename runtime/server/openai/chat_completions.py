@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, start_chat
 from atomc.runtime.server.http.responses import SSE_DONE, sse_event
 from atomc.runtime.server.parsers.message_deltas import (
@@ -76,7 +76,9 @@ class ChatAnswer(Answer[ChatRequest]):
             {
                 "index": index,
                 "message": _message(state.deltas),
-                "logprobs": self._all_logprobs(state),
+                "logprobs": {"content": state.logprobs, "refusal": None}
+                if self.body.logprobs
+                else None,
                 "finish_reason": state.finish_reason,
                 "stop_reason": state.stop_reason,
             }
@@ -158,9 +160,6 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         return chat_logprobs(self.service.model, logprobs, self.body.top_logprobs or 0)
-
-    def _all_logprobs(self, state: _ChoiceState) -> ChatLogprobs | None:
-        return {"content": state.logprobs, "refusal": None} if self.body.logprobs else None
 
 
 def _delta(delta: MessageDelta) -> ChatDelta:

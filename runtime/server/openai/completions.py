@@ -8,7 +8,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.server.http.errors import invalid
 from atomc.runtime.server.http.responses import SSE_DONE, sse_event
 from atomc.runtime.server.service.answer import Answer

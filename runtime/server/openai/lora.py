@@ -5,12 +5,11 @@ import logging
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from atomc.runtime.images.media_access import real_folders
 from atomc.runtime.server.http.errors import APIError, invalid, refusing
-from atomc.runtime.server.http.responses import JSONResponse
 from atomc.runtime.server.service.protocol import LoadAdapterRequest, UnloadAdapterRequest
+from atomc.runtime.server.service.response_types import Status
 from atomc.runtime.server.service.service import Service
 
 log = logging.getLogger("atomc.server")
@@ -20,7 +19,7 @@ _changing = asyncio.Lock()
 NOT_THERE = "lora_path: no folder below an allowed one has this path"
 
 
-async def load_adapter(service: Service, body: LoadAdapterRequest, request: Request) -> Response:
+async def load_adapter(service: Service, body: LoadAdapterRequest, request: Request) -> Status:
     """Load a LoRA adapter.
 
     peft saved it; requests with its name as the model use it.
@@ -37,12 +36,10 @@ async def load_adapter(service: Service, body: LoadAdapterRequest, request: Requ
         adapters[name] = str(folder)
         service.engines.keep_adapters(adapters)
     log.info("loaded the LoRA adapter %r", name)
-    return JSONResponse({"status": "ok"})
+    return {"status": "ok"}
 
 
-async def unload_adapter(
-    service: Service, body: UnloadAdapterRequest, request: Request
-) -> Response:
+async def unload_adapter(service: Service, body: UnloadAdapterRequest, request: Request) -> Status:
     """Unload a LoRA adapter.
 
     Requests that run go on.
@@ -62,7 +59,7 @@ async def unload_adapter(
         service.engines.keep_adapters(adapters)
         await service.engines.unload_adapter(name)
     log.info("unloaded the LoRA adapter %r", name)
-    return JSONResponse({"status": "ok"})
+    return {"status": "ok"}
 
 
 def _check_allowed(service: Service) -> None:

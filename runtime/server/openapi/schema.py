@@ -1,6 +1,7 @@
 """The OpenAPI schema of the server: FastAPI's, with descriptions, answers and keys."""
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from inspect import signature
 from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI
@@ -26,21 +27,26 @@ class Endpoint(NamedTuple):
     """An operation of the server.
 
     run      gets the Service, and of the request what its other parameters name; the first line of
-             its docstring is the summary in the schema
-    answer   the type of the JSON answer; None: text
+             its docstring is the summary in the schema. Returns the JSON answer, or a Response
     caller   public: without a key; operator: it concerns all users, and needs an admin key if there
              are any
+    answer   the type of the JSON answer of a `run` that returns a Response; None: text
     streams  the answer may be a stream of events
     hidden   not in the schema
     """
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    run: Callable[..., Awaitable[Response]]
-    answer: Any = None
+    run: Callable[..., Awaitable[object]]
     caller: Literal["public", "user", "operator"] = "user"
+    answer: Any = None
     streams: bool = False
     hidden: bool = False
+
+    def answer_type(self) -> Any:
+        """The type of the JSON answer; None: text."""
+        returned = signature(self.run).return_annotation
+        return self.answer if returned is Response else returned
 
 
 def openapi_schema(app: FastAPI, version: str, endpoints: Sequence[Endpoint]) -> Schema:
@@ -50,9 +56,9 @@ def openapi_schema(app: FastAPI, version: str, endpoints: Sequence[Endpoint]) ->
     del components["schemas"]["HTTPValidationError"], components["schemas"]["ValidationError"]
     answers, definitions = TypeAdapter.json_schemas(
         [
-            (name, "validation", TypeAdapter(endpoint.answer))
+            (name, "validation", TypeAdapter(answer))
             for name, endpoint in operations.items()
-            if endpoint.answer is not None
+            if (answer := endpoint.answer_type()) is not None
         ],
         ref_template="#/components/schemas/{model}",
     )
@@ -67,7 +73,7 @@ def openapi_schema(app: FastAPI, version: str, endpoints: Sequence[Endpoint]) ->
         # Invalid fields are a 400, not FastAPI's 422.
         operation["responses"].pop("422", None)
         content: Schema = {"text/plain": {"schema": {"type": "string"}}}
-        if endpoint.answer is not None:
+        if (name, "validation") in answers:
             content = {"application/json": {"schema": answers[name, "validation"]}}
         if endpoint.streams:
             content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -1,6 +1,7 @@
 """Splits the streamed text of one choice into reasoning, content and tool calls."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atomc.runtime.server.parsers.message_deltas import (
@@ -14,14 +15,14 @@ if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer
 
 
+@dataclass
 class OutputParser:
     """Feeds the text to the reasoning parser, and the content it returns to the tool parser; either
     may be None.
     """
 
-    def __init__(self, reasoning: Parser | None, tools: Parser | None) -> None:
-        self._reasoning = reasoning
-        self._tools = tools
+    _reasoning: Parser | None
+    _tools: Parser | None
 
     @property
     def parsers(self) -> Sequence[Parser | None]:

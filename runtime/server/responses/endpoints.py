@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
@@ -14,7 +14,7 @@ from starlette.responses import Response
 from atomc.files.json_types import JSONObject
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, start_chat
 from atomc.runtime.server.http.errors import APIError, invalid
-from atomc.runtime.server.http.responses import SSE_DONE, JSONResponse, sse_event
+from atomc.runtime.server.http.responses import SSE_DONE, sse_event
 from atomc.runtime.server.responses.events import Event, OutputItems
 from atomc.runtime.server.responses.items import input_items, new_id
 from atomc.runtime.server.responses.request import (
@@ -22,11 +22,11 @@ from atomc.runtime.server.responses.request import (
     chat_request,
     check_supported,
 )
+from atomc.runtime.server.responses.response import DeletedResponse, InputItems
 from atomc.runtime.server.service.answer import Answer
 from atomc.runtime.server.service.logprobs import chat_logprobs, encoded
-from atomc.runtime.server.service.protocol import ChatRequest
+from atomc.runtime.server.service.protocol import ChatRequest, RequestModel
 from atomc.runtime.server.service.response_store import StoredResponse, item_bytes
-from atomc.runtime.server.service.sampling import DEFAULT_TEMPERATURE
 from atomc.runtime.server.service.service import Service
 
 # Fields of a chat request -> those of this API, for errors.
@@ -94,11 +94,11 @@ async def retrieve_response(
     return Response(stored.body, media_type="application/json")
 
 
-async def delete_response(service: Service, response_id: str, request: Request) -> Response:
+async def delete_response(service: Service, response_id: str, request: Request) -> DeletedResponse:
     """Delete a stored response."""
     _stored(service, request, response_id, "response_id")
     service.responses.delete(response_id)
-    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+    return {"id": response_id, "object": "response", "deleted": True}
 
 
 async def list_input_items(
@@ -108,7 +108,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     limit: int = 20,
     after: str | None = None,
-) -> Response:
+) -> InputItems:
     """List the conversation before a stored response."""
     stored = _stored(service, request, response_id, "response_id")
     if not 1 <= limit <= MAX_LISTED:
@@ -120,15 +120,13 @@ async def list_input_items(
             raise invalid(f"after is {after!r:.80}, expected the id of an input item", "after")
         items = items[names.index(after) + 1 :]
     listed = items[:limit]
-    return JSONResponse(
-        {
-            "object": "list",
-            "data": listed,
-            "first_id": listed[0]["id"] if listed else None,
-            "last_id": listed[-1]["id"] if listed else None,
-            "has_more": len(items) > limit,
-        }
-    )
+    return {
+        "object": "list",
+        "data": listed,
+        "first_id": listed[0]["id"] if listed else None,
+        "last_id": listed[-1]["id"] if listed else None,
+        "has_more": len(items) > limit,
+    }
 
 
 def _stored(service: Service, request: Request, name: str, param: str) -> StoredResponse:
@@ -252,17 +250,7 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
 
     def _settings(self) -> Event:
         """How the output was chosen, with defaults."""
-        body = self.body
-        numbers: dict[str, Any] = {
-            "temperature": DEFAULT_TEMPERATURE,
-            "top_p": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-        }
-        for name in numbers:
-            value = getattr(body, name)
-            numbers[name] = self.service.model.defaults.get(name, numbers[name])
-            numbers[name] = numbers[name] if value is None else value
+        body, params = self.body, self.generation.params
         choice, text, reasoning = body.tool_choice, body.text, body.reasoning
         format = (
             {"type": "text"}
@@ -270,11 +258,14 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
             else text.format.model_dump(by_alias=True, exclude_unset=True)
         )
         return {
-            **numbers,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
             "top_logprobs": body.top_logprobs or 0,
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "tool_choice": choice.model_dump()
-            if choice is not None and not isinstance(choice, str)
+            if isinstance(choice, RequestModel)
             else choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "text": {"format": format},

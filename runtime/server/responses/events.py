@@ -4,8 +4,7 @@ An item is open while deltas of its kind arrive; one of another kind closes it a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -18,86 +17,74 @@ from atomc.runtime.server.parsers.message_deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
-from atomc.runtime.server.responses.items import new_id
+from atomc.runtime.server.responses.items import ITEM_TYPES, new_id
 
 # Values of any JSON type, and msgspec.Raw.
 Event: TypeAlias = dict[str, Any]
 Logprobs: TypeAlias = Sequence[msgspec.Raw]
 
 
-@dataclass
-class _Message:
-    id: str = field(default_factory=lambda: new_id("msg"))
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[msgspec.Raw] = field(default_factory=list)
-    status: str = "in_progress"
+class _Item:
+    """One item, and its text so far. kind: its type. events: how the names of its events begin."""
 
-    events = "response.output_text"
+    kind: ClassVar[str]
+    events: ClassVar[str]
 
-    def part(self) -> Event:
-        text = "".join(self.texts)
-        return {
-            "type": "output_text",
-            "text": text,
-            "annotations": [],
-            "logprobs": list(self.logprobs),
-        }
+    def __init__(self) -> None:
+        self.id = new_id(ITEM_TYPES[self.kind])
+        self.texts: list[str] = []
+        self.status = "in_progress"
 
-    def item(self, with_logprobs: bool = True) -> Event:
-        content = [self.part()] if self.status != "in_progress" else []
-        for part in content:
-            if not with_logprobs:
-                del part["logprobs"]
-        return {
-            "id": self.id,
-            "type": "message",
-            "status": self.status,
-            "role": "assistant",
-            "content": content,
-        }
-
-
-@dataclass
-class _Reasoning:
-    id: str = field(default_factory=lambda: new_id("rs"))
-    texts: list[str] = field(default_factory=list)
-    status: str = "in_progress"
-
-    events = "response.reasoning_text"
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
     def part(self) -> Event:
-        return {"type": "reasoning_text", "text": "".join(self.texts)}
+        """The content part of an item that has one."""
+        raise NotImplementedError
 
-    def item(self, with_logprobs: bool = True) -> Event:
-        content = [self.part()] if self.status != "in_progress" else []
-        return {
-            "id": self.id,
-            "type": "reasoning",
-            "summary": [],
-            "content": content,
-            "status": self.status,
-        }
+    def fields(self) -> Event:
+        """Those of this type only."""
+        return {"content": [self.part()] if self.status != "in_progress" else []}
+
+    def item(self) -> Event:
+        return {"id": self.id, "type": self.kind, "status": self.status, **self.fields()}
 
 
-@dataclass
-class _FunctionCall:
-    call_id: str
-    name: str
-    id: str = field(default_factory=lambda: new_id("fc"))
-    texts: list[str] = field(default_factory=list)
-    status: str = "in_progress"
+class _Message(_Item):
+    kind, events = "message", "response.output_text"
 
-    events = "response.function_call_arguments"
+    def __init__(self) -> None:
+        super().__init__()
+        self.logprobs: list[msgspec.Raw] = []
 
-    def item(self, with_logprobs: bool = True) -> Event:
-        return {
-            "id": self.id,
-            "type": "function_call",
-            "status": self.status,
-            "call_id": self.call_id,
-            "name": self.name,
-            "arguments": "".join(self.texts),
-        }
+    def part(self) -> Event:
+        part = {"type": "output_text", "text": self.text, "annotations": []}
+        return part | {"logprobs": list(self.logprobs)}
+
+    def fields(self) -> Event:
+        return {"role": "assistant", **super().fields()}
+
+
+class _Reasoning(_Item):
+    kind, events = "reasoning", "response.reasoning_text"
+
+    def part(self) -> Event:
+        return {"type": "reasoning_text", "text": self.text}
+
+    def fields(self) -> Event:
+        return {"summary": [], **super().fields()}
+
+
+class _FunctionCall(_Item):
+    kind, events = "function_call", "response.function_call_arguments"
+
+    def __init__(self, call_id: str, name: str) -> None:
+        super().__init__()
+        self.call_id, self.name = call_id, name
+
+    def fields(self) -> Event:
+        return {"call_id": self.call_id, "name": self.name, "arguments": self.text}
 
 
 class OutputItems:
@@ -110,7 +97,7 @@ class OutputItems:
 
     def __init__(self) -> None:
         self.num_reasoning_tokens = 0
-        self._items: list[_Message | _Reasoning | _FunctionCall] = []
+        self._items: list[_Item] = []
         self._num_tokens = 0  # of no item yet
         self._logprobs: list[msgspec.Raw] = []
 
@@ -118,8 +105,12 @@ class OutputItems:
         return [item.item() for item in self._items]
 
     def conversation_items(self) -> list[JSONObject]:
-        """The items as those of a later request have them."""
-        return [item.item(with_logprobs=False) for item in self._items]
+        """The items as those of a later request have them: without log-probabilities."""
+        items = self.items()
+        for item in items:
+            for part in item.get("content", ()):
+                part.pop("logprobs", None)
+        return items
 
     def add(self, delta: ChoiceDelta, logprobs: Logprobs) -> Iterator[Event]:
         self._num_tokens += len(delta.tokens)
@@ -173,15 +164,11 @@ class OutputItems:
                 self._logprobs.clear()
         return event
 
-    def _open(self, item: _Message | _Reasoning | _FunctionCall) -> Iterator[Event]:
+    def _open(self, item: _Item) -> Iterator[Event]:
         if self._items:
             yield from self._close("completed")
         self._items.append(item)
-        yield {
-            "type": "response.output_item.added",
-            "output_index": len(self._items) - 1,
-            "item": item.item(),
-        }
+        yield self._item_event("added")
         if not isinstance(item, _FunctionCall):
             yield self._event("response.content_part.added") | {"part": item.part()}
 
@@ -190,18 +177,19 @@ class OutputItems:
         item.status = status
         done = self._event(f"{item.events}.done")
         if isinstance(item, _FunctionCall):
-            yield done | {"name": item.name, "arguments": "".join(item.texts)}
+            yield done | {"name": item.name, "arguments": item.text}
         else:
             part = item.part()
             if isinstance(item, _Message):
                 done["logprobs"] = part["logprobs"]
             yield done | {"text": part["text"]}
             yield self._event("response.content_part.done") | {"part": part}
-        yield {
-            "type": "response.output_item.done",
-            "output_index": len(self._items) - 1,
-            "item": item.item(),
-        }
+        yield self._item_event("done")
+
+    def _item_event(self, what: str) -> Event:
+        index = len(self._items) - 1
+        item = self._items[index].item()
+        return {"type": f"response.output_item.{what}", "output_index": index, "item": item}
 
     def _event(self, kind: str) -> Event:
         """An event of the open item."""

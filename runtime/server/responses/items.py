@@ -45,35 +45,28 @@ def input_items(
 
 
 def _item(item: JSONObject, where: str) -> JSONObject:
+    fields: JSONObject
     kind = item.get("type")
     if kind is None and "role" in item:
         kind = "message"
     match kind:
         case "message":
-            return _message(item, where)
+            fields = _message(item, where)
         case "function_call":
-            return {
-                "id": _id(item),
-                "type": "function_call",
-                "status": "completed",
-                "call_id": _text(item, "call_id", where),
-                "name": _text(item, "name", where),
-                "arguments": _text(item, "arguments", where),
-            }
+            fields = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
         case "function_call_output":
+            fields = {"call_id": _text(item, "call_id", where)}
             output = item.get("output")
-            return {
-                "id": _id(item),
-                "type": "function_call_output",
-                "status": "completed",
-                "call_id": _text(item, "call_id", where),
-                "output": output
-                if isinstance(output, str)
-                else _content(output, "user", f"{where}.output"),
-            }
+            is_text = isinstance(output, str)
+            fields["output"] = output if is_text else _content(output, "user", f"{where}.output")
         case "reasoning":
-            return _reasoning(item, where)
-    raise _invalid(f"{where} has the type {kind!r:.40}, expected one of {', '.join(ITEM_TYPES)}")
+            fields = {"summary": [], "content": _reasoning(item, where)}
+        case _:
+            types = ", ".join(ITEM_TYPES)
+            raise _invalid(f"{where} has the type {kind!r:.40}, expected one of {types}")
+    name = item.get("id")
+    status: JSONObject = {} if kind == "reasoning" else {"status": "completed"}
+    return {"id": name if isinstance(name, str) else "", "type": kind, **status, **fields}
 
 
 def _message(item: JSONObject, where: str) -> JSONObject:
@@ -83,13 +76,7 @@ def _message(item: JSONObject, where: str) -> JSONObject:
     content = item.get("content")
     if isinstance(content, str):
         content = [{"type": "input_text", "text": content}]
-    return {
-        "id": _id(item),
-        "type": "message",
-        "status": "completed",
-        "role": role,
-        "content": _content(content, role, f"{where}.content"),
-    }
+    return {"role": role, "content": _content(content, role, f"{where}.content")}
 
 
 def _content(parts: JSON, role: str, where: str) -> list[JSON]:
@@ -118,7 +105,7 @@ def _part(part: JSON, role: str, where: str) -> JSONObject:
     )
 
 
-def _reasoning(item: JSONObject, where: str) -> JSONObject:
+def _reasoning(item: JSONObject, where: str) -> list[JSON]:
     """Its text, else its summary."""
     content = item.get("content")
     field = "content" if content else "summary"
@@ -135,7 +122,7 @@ def _reasoning(item: JSONObject, where: str) -> JSONObject:
         raise _invalid(
             f"{where}.encrypted_content cannot be decrypted: send the content of the reasoning item"
         )
-    return {"id": _id(item), "type": "reasoning", "summary": [], "content": texts}
+    return texts
 
 
 def _text(item: JSONObject, field: str, where: str) -> str:
@@ -143,11 +130,6 @@ def _text(item: JSONObject, field: str, where: str) -> str:
     if not isinstance(value, str):
         raise _invalid(f"{where}.{field} is {value!r:.40}, expected a string")
     return value
-
-
-def _id(item: JSONObject) -> str:
-    name = item.get("id")
-    return name if isinstance(name, str) else ""
 
 
 def _invalid(message: str) -> APIError:

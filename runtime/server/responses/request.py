@@ -28,6 +28,8 @@ from atomc.runtime.server.service.protocol import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
+# Fields that a chat request has, too, besides those of SamplingRequest.
+CHAT_FIELDS = ("logprobs", "top_logprobs", "parallel_tool_calls", "chat_template_kwargs")
 
 
 def _check_tool_choice(value: JsonValue) -> JsonValue:
@@ -165,7 +167,8 @@ def check_supported(body: ResponsesRequest) -> None:
 
 def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     """The chat that answers these items."""
-    shared: dict[str, Any] = {name: getattr(body, name) for name in SamplingRequest.model_fields}
+    names = (*SamplingRequest.model_fields, *CHAT_FIELDS)
+    shared: dict[str, Any] = {name: getattr(body, name) for name in names}
     tools = [
         Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
         for tool in body.tools or ()
@@ -174,13 +177,9 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         **shared,
         messages=chat_messages(body.instructions, items),
         max_completion_tokens=body.max_output_tokens,
-        logprobs=body.logprobs,
-        top_logprobs=body.top_logprobs,
         response_format=_response_format(body),
         tools=tools or None,
         tool_choice=_tool_choice(body),
-        parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
     )
 

@@ -9,9 +9,8 @@ from typing import ParamSpec, Self, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from atomc.runtime.requests.logprobs import TokenLogprobs
 from atomc.runtime.requests.prompt_image import PromptImage
-from atomc.runtime.requests.request import Output
+from atomc.runtime.requests.request import Output, TokenLogprobs
 from atomc.runtime.requests.request_errors import RequestError, wrap_error
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.engines.client import RequestRefused
@@ -88,7 +87,7 @@ class Generation:
         model, engines = service.model, service.engines
         model.check_name(body.model)  # again: an adapter may have been unloaded since then
         lora, salt = model.adapter(body.model), service.prefix_salt(request, body.cache_salt)
-        self._service, self._request, self._params = service, request, params
+        self._service, self._request, self.params = service, request, params
         self._request_id = request_id(request)
         self.n, self.prompts = body.n, prompts
         self.model_name = lora or model.names[0]
@@ -173,7 +172,7 @@ class Generation:
                 )
             raise request_error(output.error, self._request_id)
         if output.finish_reason == "abort":
-            raise APIError(500, "the engine aborted this request", "server_error")
+            raise APIError(500, "the engine aborted this request")
 
     def usage(self) -> Usage:
         """Token counts in OpenAI's format; a prompt with several choices counts once."""
@@ -230,7 +229,7 @@ class Generation:
             ended = client_error(error).code or "error"
         return RequestSummary(
             self._request_id,
-            self._params,
+            self.params,
             num_choices=len(choices),
             num_prompt=sum(len(prompt) for prompt in self.prompts),
             num_cached=self._num_cached(),

@@ -5,6 +5,7 @@ engine has accepted them, its own limit applies (image_queue_bytes).
 """
 
 import threading
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -16,13 +17,13 @@ RETRY_SECONDS = 1
 STATE = "image_reservation"
 
 
+@dataclass
 class ImageReservation:
     """The bytes of one request's images. Thread-safe."""
 
-    def __init__(self, budget: "ImageBudget") -> None:
-        self._budget = budget
-        self._held = 0
-        self._ended = False
+    _budget: "ImageBudget"
+    _held: int = 0
+    _ended: bool = False
 
     def add(self, num_bytes: int) -> None:
         """Raises a 400 if this request alone is above the limit, a 429 if all together are."""
@@ -56,21 +57,21 @@ class ImageReservation:
             self._held = 0
 
 
+@dataclass
 class ImageBudget:
     """max_bytes: the limit for all requests together."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.bytes_held = 0
-        self.lock = threading.Lock()
+    max_bytes: int
+    bytes_held: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+@dataclass
 class ImageBudgetMiddleware:
     """ASGI middleware: gives each request an ImageReservation, which ends with the response."""
 
-    def __init__(self, app: ASGIApp, budget: ImageBudget) -> None:
-        self.app = app
-        self.budget = budget
+    app: ASGIApp
+    budget: ImageBudget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reservation = ImageReservation(self.budget)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from atomc.files.json_types import JSONLike
-from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.server.service.model_info import ModelInfo
 from atomc.runtime.server.service.response_types import (
     ChatLogprobs,

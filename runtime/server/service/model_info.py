@@ -269,14 +269,10 @@ def load_model_info(
         template=template,
         defaults=sampling_defaults(folder) if config.generation_config == "model" else {},
         tools=config.tool_call_parser or detect_tool_parser(source, model_type),
-        reasoning=_reasoning(config.reasoning_parser, source, model_type),
+        reasoning=None
+        if config.reasoning_parser == "none"
+        else config.reasoning_parser or detect_reasoning_parser(source, model_type),
         images=images if isinstance(images, ImageDecoder) else None,
         no_images=images if isinstance(images, str) else "",
         adapters=dict(adapters or {}),
     )
-
-
-def _reasoning(name: str | None, source: str, model_type: str | None) -> str | None:
-    if name == "none":
-        return None
-    return name or detect_reasoning_parser(source, model_type)

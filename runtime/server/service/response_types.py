@@ -220,7 +220,7 @@ class Status(TypedDict):
 
 
 class Health(Status):
-    engines: NotRequired[list[int]]
+    engines: NotRequired[dict[int, str]]
 
 
 class Profile(Status):

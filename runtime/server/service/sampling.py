@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atomc.runtime.constrained.allowed_tokens import bad_word_tokens
-from atomc.runtime.requests.sampling_params import SamplingParams, Structured
+from atomc.runtime.requests.sampling_params import SamplingParams, Structured, truncated
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.http.errors import invalid, refusing
 from atomc.runtime.server.http.limits import (
@@ -25,7 +25,6 @@ from atomc.runtime.server.service.protocol import (
     GenerationRequest,
     ResponseFormat,
 )
-from atomc.runtime.text.prompt_truncation import truncated
 
 DEFAULT_TEMPERATURE = 1.0
 SHARED_FIELDS = (
@@ -45,10 +44,10 @@ async def sampling_params(
     *,
     num_choices: int,
     max_tokens: int | None,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-    structured: Structured | None = None,
-    skip_special_tokens: bool = True,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    structured: Structured | None,
+    skip_special_tokens: bool,
 ) -> SamplingParams:
     """The request's values, else the model's defaults, else OpenAI's. Raises a 400 for values out
     of range.

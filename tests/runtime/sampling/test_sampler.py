@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomc.runtime.requests.request_counts import RequestCounts
-from atomc.runtime.requests.sample_spec import SampleSpec, uniform
+from atomc.runtime.requests.sample_spec import RequestCounts, SampleSpec, uniform
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.inverse_transform import inverse_transform
 from atomc.runtime.sampling.row_logprobs import logprobs

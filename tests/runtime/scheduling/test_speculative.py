@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 
-from atomc.runtime.requests.request_counts import RequestCounts
-from atomc.runtime.requests.sample_spec import SampleSpec
+from atomc.runtime.requests.sample_spec import RequestCounts, SampleSpec
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.sampler import Sampler
 from atomc.runtime.scheduling.speculative import NGramProposer, accepted

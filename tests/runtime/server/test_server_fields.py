@@ -14,7 +14,7 @@ httpx = pytest.importorskip("httpx")
 from serving import KEY  # noqa: E402
 from test_server_lifecycle import until  # noqa: E402
 
-from atomc.runtime.requests.logprobs import TokenLogprobs  # noqa: E402
+from atomc.runtime.requests.request import TokenLogprobs  # noqa: E402
 from atomc.runtime.server.anthropic.request import MessagesRequest  # noqa: E402
 from atomc.runtime.server.http.errors import APIError  # noqa: E402
 from atomc.runtime.server.http.unknown_fields import check_unknown_fields  # noqa: E402

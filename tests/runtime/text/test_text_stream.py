@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc import demo
-from atomc.runtime.requests.logprobs import TokenLogprobs
-from atomc.runtime.requests.request import Output
+from atomc.runtime.requests.request import Output, TokenLogprobs
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.text.text_stream import TextDelta, TextStream
 

@@ -189,7 +189,7 @@ def test_a_key_that_no_client_can_send_is_refused(key, part):
 def test_a_file_without_good_keys_is_refused(tmp_path, content, part):
     (tmp_path / "keys").write_bytes(content)
     with pytest.raises(ValueError, match=part):
-        read_keys(str(tmp_path / "keys"))
+        read_keys(str(tmp_path / "keys"), "--api-key-file")
 
 
 def test_any_number_of_probes_costs_at_most_a_token_a_second(server):
