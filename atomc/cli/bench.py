@@ -95,7 +95,7 @@ def _add_serve(kinds: Commands) -> None:
         metavar="NAME=VALUE",
         help="an additional field of every request; may be given several times",
     )
-    _add_prompts(parser, num_prompts=64)
+    _add_prompts(parser)
     _add_output(parser, plot=True)
 
 
@@ -181,7 +181,7 @@ def _add_throughput(kinds: Commands) -> None:
         "  atomc bench throughput path/to/Qwen3-0.6B --num-prompts 256 --input-len 512 "
         "--output-len 256",
     )
-    _add_prompts(parser, num_prompts=64)
+    _add_prompts(parser)
     _add_output(parser, plot=True)
     _add_acceptance(parser)
     _add_engine(parser)
@@ -254,8 +254,8 @@ def _plot(text: str) -> str:
     return text
 
 
-def _add_prompts(parser: argparse.ArgumentParser, num_prompts: int) -> None:
-    add_number(parser, "--num-prompts", "", default=num_prompts, kind=_count)
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--num-prompts", "", default=64, kind=_count)
     parser.add_argument(
         "--dataset",
         metavar="FILE",

@@ -57,14 +57,16 @@ class ChoiceDelta:
     stop_reason: int | str | None = None
 
 
+@dataclass
 class Chat:
     """A chat that the engine has accepted: iterate once, in a `with` block of its generation."""
 
-    def __init__(self, generation: Generation, parsers: Sequence[OutputParser], mode: ToolMode):
-        self.generation = generation
-        self._parsers = parsers
-        self._mode = mode
-        self._calls_tools = [False] * len(parsers)
+    generation: Generation
+    _parsers: Sequence[OutputParser]
+    _mode: ToolMode
+
+    def __post_init__(self) -> None:
+        self._calls_tools = [False] * len(self._parsers)
 
     async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
         """The deltas until all choices have finished. Raises as Generation does."""

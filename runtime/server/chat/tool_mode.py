@@ -79,7 +79,20 @@ def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
         return ToolMode(template_tools, parser_name, single_call=body.parallel_tool_calls is False)
     functions = [tool.function for tool in tools]
     named = _function_named(functions, choice.function.name) if choice != "required" else None
-    return _forced_mode(service, body, template_tools, functions, named)
+    with refusing("tools"):
+        schema = (
+            calls_schema(functions, body.parallel_tool_calls is not False)
+            if named is None
+            else arguments_schema(named)
+        )
+        is_open = additional_properties(body, service.config)
+        structured = check_structured(Structured(schema, additional_properties=is_open))
+    return ToolMode(
+        template_tools,
+        function_name=None if named is None else named.name,
+        required=named is None,
+        structured=structured,
+    )
 
 
 def _allowed(
@@ -97,29 +110,6 @@ def _allowed(
             "tool_choice",
         )
     return [tool for tool in tools if tool.function.name in allowed], choice.allowed_tools.mode
-
-
-def _forced_mode(
-    service: Service,
-    body: ChatRequest,
-    template_tools: list[JSONObject],
-    functions: Sequence[Function],
-    function: Function | None,
-) -> ToolMode:
-    """For a tool_choice that requires a call, of `function` if it names one, by a grammar."""
-    with refusing("tools"):
-        schema = (
-            calls_schema(functions, body.parallel_tool_calls is not False)
-            if function is None
-            else arguments_schema(function)
-        )
-        structured = Structured(
-            json_schema=schema, additional_properties=additional_properties(body, service.config)
-        )
-    check_structured(structured)
-    if function is None:
-        return ToolMode(template_tools, required=True, structured=structured)
-    return ToolMode(template_tools, function_name=function.name, structured=structured)
 
 
 def _function_named(functions: Sequence[Function], name: str) -> Function:

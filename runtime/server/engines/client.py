@@ -130,20 +130,13 @@ class EngineProcess:
             daemon=True,
         )
         self.process.start()
+        self.label, self.sentinel = str(self.process.pid), self.process.sentinel
 
     def bind(self, socket: zmq.asyncio.Socket) -> None:
         socket.bind(self.address)
 
     def restarted(self) -> "EngineProcess":
         return EngineProcess(replace(self._start, config=self.config, progress=False))
-
-    @property
-    def label(self) -> str:
-        return str(self.process.pid)
-
-    @property
-    def sentinel(self) -> int:
-        return self.process.sentinel
 
     @property
     def exitcode(self) -> int | None:

@@ -33,6 +33,20 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails
 
 
+class Choice(TypedDict):
+    """What choices of all formats have."""
+
+    index: int
+    finish_reason: str | None
+    token_ids: NotRequired[Sequence[int]]
+
+
+class Created(TypedDict):
+    id: str
+    created: int
+    model: str
+
+
 # Completions
 
 
@@ -45,24 +59,18 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class CompletionChoice(TypedDict):
-    index: int
+class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: NotRequired[list[EncodedScores]]
-    token_ids: NotRequired[Sequence[int]]
     prompt_token_ids: NotRequired[Sequence[int]]
 
 
-class Completion(TypedDict):
+class Completion(Created):
     """A response, or a chunk of a stream."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage]
 
@@ -114,28 +122,19 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
-class ChatChoice(TypedDict):
-    index: int
+class ChatChoice(Choice):
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: NotRequired[Sequence[int]]
 
 
-class ChatChunkChoice(TypedDict):
-    index: int
+class ChatChunkChoice(Choice):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
     stop_reason: NotRequired[int | str | None]
-    token_ids: NotRequired[Sequence[int]]
 
 
-class ChatCompletion(TypedDict):
-    id: str
-    created: int
-    model: str
+class ChatCompletion(Created):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
@@ -143,10 +142,7 @@ class ChatCompletion(TypedDict):
     prompt_logprobs: NotRequired[list[EncodedScores]]
 
 
-class ChatChunk(TypedDict):
-    id: str
-    created: int
-    model: str
+class ChatChunk(Created):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage]
