@@ -93,9 +93,7 @@ def _parse_sample(where: str, line: str, output_len: int) -> SampleRequest:
     except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     match value:
-        case {"messages": [{}, *_] as prompt}:
-            return SampleRequest(prompt, int(value.get("max_tokens") or output_len))
-        case {"prompt": (str() | [int(), *_]) as prompt}:
+        case {"messages": [{}, *_] as prompt} | {"prompt": (str() | [int(), *_]) as prompt}:
             return SampleRequest(prompt, int(value.get("max_tokens") or output_len))
     raise ValueError(
         f"{where}: expected an object with prompt (text or token ids) or messages, got {line[:80]}"

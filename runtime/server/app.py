@@ -138,7 +138,7 @@ def create_app(service: Service) -> Any:
         open_paths=OPEN_PATHS,
         operation_paths=OPERATION_PATHS,
         max_body_bytes=config.max_body_bytes,
-        error_formats=(ERROR_FORMAT,),
+        error_format=ERROR_FORMAT,
         count_error=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
     )
     timed = BodyTimeoutMiddleware(UnreadBodyMiddleware(authenticated), config.body_timeout)

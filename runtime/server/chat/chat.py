@@ -29,7 +29,6 @@ from atomc.runtime.server.service.protocol import ChatRequest
 from atomc.runtime.server.service.sampling import (
     check_context_length,
     check_logprobs,
-    check_prompt_logprobs,
     prompt_limit,
     sampling_params,
     structured_output,
@@ -113,8 +112,7 @@ async def start_chat(
     check_num_choices(service, body.n, "n")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
-    check_logprobs(body.top_logprobs, "top_logprobs", service.config)
-    check_prompt_logprobs(body, service.config)
+    check_logprobs(body, "top_logprobs", service.config)
     num_logprobs = max(body.top_logprobs or 0, body.prompt_logprobs or 0)
     check_total_size(body.n, num_logprobs, 0, model.max_len, "messages")
     mode = tool_mode(service, body)

@@ -175,14 +175,24 @@ def calls_schema(functions: Sequence[Function], parallel: bool) -> JSONObject:
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit, **definitions}
 
 
-class NamedToolParser:
-    """Parses text that consists of the arguments of one call of this function."""
+class ForcedParser:
+    """A Parser of calls that a grammar forces, without markers."""
 
     markers: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._deltas = DeltaBuilder()
+
+    def finish(self) -> list[MessageDelta]:
+        return []
+
+
+class NamedToolParser(ForcedParser):
+    """Parses text that consists of the arguments of one call of this function."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
 
     def feed(self, text: str) -> list[MessageDelta]:
         if text and not self._deltas.num_calls:
@@ -191,17 +201,12 @@ class NamedToolParser:
             self._deltas.arguments(text)
         return self._deltas.take()
 
-    def finish(self) -> list[MessageDelta]:
-        return []
 
-
-class RequiredToolParser:
+class RequiredToolParser(ForcedParser):
     """Parses a list of calls that matches `calls_schema`."""
 
-    markers: ClassVar[tuple[str, ...]] = ()
-
     def __init__(self) -> None:
-        self._deltas = DeltaBuilder()
+        super().__init__()
         self._call: JsonCallParser | None = None
         self._started = False
 
@@ -222,6 +227,3 @@ class RequiredToolParser:
             if self._call.done or self._call.invalid:
                 self._call = None
         return self._deltas.take()
-
-    def finish(self) -> list[MessageDelta]:
-        return []

@@ -81,17 +81,14 @@ class RequestRefused(Exception):
 class EngineHandle(Protocol):
     """What the frontend needs of whatever runs an engine: a process of its own, or an actor of Ray.
     It starts at once, before the frontend's slow imports; `close` ends it.
+
+    label      its process, or its actor, for the log
+    sentinel   a file descriptor that becomes readable when the engine has ended
     """
 
     config: EngineConfig
-
-    @property
-    def label(self) -> str:
-        """Its process, or its actor, for the log."""
-
-    @property
-    def sentinel(self) -> int:
-        """A file descriptor that becomes readable when the engine has ended."""
+    label: str
+    sentinel: int
 
     @property
     def exitcode(self) -> int | None:

@@ -3,7 +3,7 @@
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -48,7 +48,7 @@ class AuthMiddleware:
     operation_paths: frozenset[str]
     max_body_bytes: int
     count_error: Callable[[int], None]
-    error_formats: Sequence[ErrorFormat] = ()
+    error_format: ErrorFormat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _use_origin_form(scope)
@@ -58,10 +58,9 @@ class AuthMiddleware:
         headers_of_response = {"X-Request-Id": name}
         state = scope.setdefault("state", {})
         state.update(request_id=name, headers=headers_of_response)
-        for protocol in self.error_formats:
-            if protocol.applies(scope["path"]):
-                headers_of_response[protocol.id_header] = name
-                state["error_format"] = protocol
+        if self.error_format.applies(scope["path"]):
+            headers_of_response[self.error_format.id_header] = name
+            state["error_format"] = self.error_format
         response_started = False
 
         async def send_with_id(message: Message) -> None:

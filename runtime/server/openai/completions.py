@@ -30,7 +30,6 @@ from atomc.runtime.server.service.response_types import (
 from atomc.runtime.server.service.sampling import (
     check_context_length,
     check_logprobs,
-    check_prompt_logprobs,
     prompt_limit,
     sampling_params,
     structured_output,
@@ -69,8 +68,7 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         raise invalid("suffix is not supported: the server does not insert text", "suffix")
     if body.best_of not in (None, 1) and body.best_of != body.n:
         raise invalid(f"best_of={body.best_of} is not supported: use n", "best_of")
-    check_logprobs(body.logprobs, "logprobs", service.config)
-    check_prompt_logprobs(body, service.config)
+    check_logprobs(body, "logprobs", service.config)
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = await tokenize_prompts(
         service,

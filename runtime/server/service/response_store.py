@@ -47,12 +47,15 @@ def item_bytes(items: Sequence[JSONObject]) -> int:
     return len(msgspec.json.encode(items)) + ITEM_BYTES * len(items)
 
 
+@dataclass
 class ResponseStore:
     """The responses that were used last, up to `max_bytes` and `max_responses` of them."""
 
-    def __init__(self, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
-        self.max_bytes, self.max_responses = max_bytes, max_responses
-        self.num_bytes = 0
+    max_bytes: int
+    max_responses: int = MAX_RESPONSES
+    num_bytes: int = 0
+
+    def __post_init__(self) -> None:
         self._kept: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
 
     def __len__(self) -> int:

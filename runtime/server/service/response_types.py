@@ -33,7 +33,7 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails
 
 
-class Choice(TypedDict):
+class ChoiceFields(TypedDict):
     """What choices of all formats have."""
 
     index: int
@@ -41,7 +41,7 @@ class Choice(TypedDict):
     token_ids: NotRequired[Sequence[int]]
 
 
-class Created(TypedDict):
+class AnswerFields(TypedDict):
     id: str
     created: int
     model: str
@@ -59,7 +59,7 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class CompletionChoice(Choice):
+class CompletionChoice(ChoiceFields):
     text: str
     logprobs: CompletionLogprobs | None
     stop_reason: int | str | None
@@ -67,7 +67,7 @@ class CompletionChoice(Choice):
     prompt_token_ids: NotRequired[Sequence[int]]
 
 
-class Completion(Created):
+class Completion(AnswerFields):
     """A response, or a chunk of a stream."""
 
     object: Literal["text_completion"]
@@ -122,19 +122,19 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
-class ChatChoice(Choice):
+class ChatChoice(ChoiceFields):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     stop_reason: int | str | None
 
 
-class ChatChunkChoice(Choice):
+class ChatChunkChoice(ChoiceFields):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     stop_reason: NotRequired[int | str | None]
 
 
-class ChatCompletion(Created):
+class ChatCompletion(AnswerFields):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
@@ -142,7 +142,7 @@ class ChatCompletion(Created):
     prompt_logprobs: NotRequired[list[EncodedScores]]
 
 
-class ChatChunk(Created):
+class ChatChunk(AnswerFields):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage]

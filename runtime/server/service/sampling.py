@@ -135,16 +135,6 @@ def prompt_limit(body: GenerationRequest, model: ModelInfo) -> int:
     return model.max_len if body.truncate_prompt_tokens is None else max(TOKENS, model.max_len)
 
 
-def check_prompt_logprobs(body: GenerationRequest, config: ServerConfig) -> None:
-    """Raises a 400 for too many, and for a stream, which has no place for them."""
-    check_logprobs(body.prompt_logprobs, "prompt_logprobs", config)
-    if body.prompt_logprobs is not None and body.stream:
-        raise invalid(
-            "prompt_logprobs are not available in a stream: leave out stream, or prompt_logprobs",
-            "prompt_logprobs",
-        )
-
-
 def check_context_length(num_prompt: int, max_tokens: int | None, model: ModelInfo) -> None:
     """Raises a 400 if prompt and new tokens together exceed max_len."""
     num_available = model.max_len - num_prompt
@@ -227,9 +217,18 @@ def _structured_outputs(
     return requested
 
 
-def check_logprobs(number: int | None, param: str, config: ServerConfig) -> None:
-    """Raises a 400 for more log-probabilities than --max-logprobs."""
-    if number is not None and not 0 <= number <= config.max_logprobs:
+def check_logprobs(body: GenerationRequest, param: str, config: ServerConfig) -> None:
+    """Raises a 400 for more log-probabilities than --max-logprobs, of this parameter or of the
+    prompt, and for those of the prompt in a stream, which has no place for them.
+    """
+    for name in (param, "prompt_logprobs"):
+        number = getattr(body, name)
+        if number is not None and not 0 <= number <= config.max_logprobs:
+            raise invalid(
+                f"{name} is {number}, it must be at least 0 and at most {config.max_logprobs}", name
+            )
+    if body.prompt_logprobs is not None and body.stream:
         raise invalid(
-            f"{param} is {number}, it must be at least 0 and at most {config.max_logprobs}", param
+            "prompt_logprobs are not available in a stream: leave out stream, or prompt_logprobs",
+            "prompt_logprobs",
         )

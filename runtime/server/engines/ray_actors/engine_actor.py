@@ -55,15 +55,12 @@ class RayEngine:
         self._progress = progress
         self._group = placement_group(bundles(config), strategy="PACK")
         self._actor = create_actor(EngineActor, self._group, 0, bundles(config)[0])
+        self.label = f"actor {self._actor._actor_id.hex()}"
         self.sentinel, self._alive = os.pipe()
         self._closed = False
         self._reason: str | None = None
         self._failures = zmq.Context().socket(zmq.PULL)
         self._folder = Path(tempfile.mkdtemp(prefix="atomc-"))
-
-    @property
-    def label(self) -> str:
-        return f"actor {self._actor._actor_id.hex()}"
 
     def bind(self, socket: zmq.asyncio.Socket) -> None:
         host = own_address()

@@ -33,10 +33,6 @@ class DeepSeekToolParser(ArgumentsStateMachine):
         self._kind = ""
         self._head: list[str] = []  # the text between separator and arguments
 
-    def _finish_content(self, rest: str) -> None:
-        if self._state != self._end_arguments:
-            self._deltas.content(rest)
-
     def _read_content(self) -> bool:
         text, marker = self._text.take_until(CALLS, CALL, CALLS_END)
         self._deltas.content(text)
@@ -79,7 +75,7 @@ class DeepSeekToolParser(ArgumentsStateMachine):
         is_v3 = self._kind == "function" and block.strip(SPACE) == BLOCK
         return name.strip() or None if is_v3 else None
 
-    def _end_arguments(self) -> bool:
+    def _end_call(self) -> bool:
         """Up to the end of the call, or to the next call if the end is missing."""
         _, marker = self._text.take_until(CALL_END, CALLS_END, CALL)
         if marker == CALL:

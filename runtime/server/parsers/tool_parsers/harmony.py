@@ -45,8 +45,8 @@ class HarmonyParser(ArgumentsStateMachine):
     def _finish_content(self, rest: str) -> None:
         if self._state == self._read_reasoning:
             self._deltas.reasoning(rest)
-        elif self._state != self._end_arguments:
-            self._deltas.content(rest)
+        else:
+            super()._finish_content(rest)
 
     def _read_start(self) -> bool:
         self._raw.append(self._text.take_characters(SPACES))
@@ -101,7 +101,7 @@ class HarmonyParser(ArgumentsStateMachine):
             self._content(self._verbatim)
         return True
 
-    def _end_arguments(self) -> bool:
+    def _end_call(self) -> bool:
         return self._end_message(self._text.take_until(*ENDS)[1])
 
     def _read_reasoning(self) -> bool:

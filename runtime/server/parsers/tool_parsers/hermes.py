@@ -20,10 +20,6 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 class HermesToolParser(JsonCallStateMachine):
     markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
 
-    def _finish_content(self, rest: str) -> None:
-        if self._state != self._end_call:
-            self._deltas.content(rest)
-
     def _read_content(self) -> bool:
         text, marker = self._text.take_until(BEGIN)
         self._deltas.content(text)

@@ -11,7 +11,7 @@ class StateMachineParser:
     """A Parser whose `_state` is called while there is text. A state returns False if it needs more
     text.
 
-    A subclass implements `_finish_content` and the first state, `_read_content`.
+    A subclass implements the states `_read_content`, the first one, and `_end_call`.
     """
 
     def __init__(self) -> None:
@@ -41,20 +41,23 @@ class StateMachineParser:
         self._enter(state)
 
     def _finish_content(self, rest: str) -> None:
-        """Add what is left of the text to the deltas, or drop it."""
-        raise NotImplementedError
+        """Add what is left of the text to the deltas; after a call, drop it."""
+        if self._state != self._end_call:
+            self._deltas.content(rest)
 
     def _read_content(self) -> bool:
         """The state outside of calls."""
+        raise NotImplementedError
+
+    def _end_call(self) -> bool:
+        """The state after a call, or after its arguments."""
         raise NotImplementedError
 
 
 class ArgumentsStateMachine(StateMachineParser):
     """A StateMachineParser of calls whose name stands before the arguments."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._arguments = JsonScanner()
+    _arguments: JsonScanner
 
     def _start_call(self, name: str) -> None:
         """The arguments follow."""
@@ -66,12 +69,8 @@ class ArgumentsStateMachine(StateMachineParser):
         self._deltas.arguments(self._text.take_read(self._arguments.feed))
         ended = self._arguments.done or self._arguments.stopped
         if ended:
-            self._state = self._end_arguments
+            self._state = self._end_call
         return ended
-
-    def _end_arguments(self) -> bool:
-        """The state after the arguments."""
-        raise NotImplementedError
 
 
 class JsonCallStateMachine(StateMachineParser):
@@ -79,9 +78,7 @@ class JsonCallStateMachine(StateMachineParser):
     with `_read_content` if it is no call.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._call = JsonCallParser()
+    _call: JsonCallParser
 
     def _read_call(self) -> bool:
         call = self._call
@@ -99,7 +96,3 @@ class JsonCallStateMachine(StateMachineParser):
         if call.done or call.invalid:
             self._state = self._end_call
         return call.done or call.invalid
-
-    def _end_call(self) -> bool:
-        """The state after a call."""
-        raise NotImplementedError
