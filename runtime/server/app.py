@@ -22,14 +22,20 @@ from atomc.runtime.server.anthropic.response import AnthropicMessage
 from atomc.runtime.server.engines.client import EngineDead, RequestRefused
 from atomc.runtime.server.http.api_keys import ApiKeys
 from atomc.runtime.server.http.auth_middleware import AuthMiddleware
-from atomc.runtime.server.http.errors import APIError, ErrorAnswer, client_error, invalid_field
 from atomc.runtime.server.http.json_body import checked_json_route
 from atomc.runtime.server.http.request_body import (
     BodyBudgetMiddleware,
     BodyTimeoutMiddleware,
     UnreadBodyMiddleware,
 )
-from atomc.runtime.server.http.responses import APIErrorResponse, JSONResponse
+from atomc.runtime.server.http.responses import (
+    APIError,
+    APIErrorResponse,
+    ErrorAnswer,
+    JSONResponse,
+    client_error,
+    invalid_field,
+)
 from atomc.runtime.server.http.unknown_fields import IGNORED_FIELDS, check_unknown_fields
 from atomc.runtime.server.http.web_pages import WebPages
 from atomc.runtime.server.openai import lora

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from atomc.runtime.server.chat.chat_prompt import chat_prompt
 from atomc.runtime.server.engines.client import EngineDead, EngineRestarting
 from atomc.runtime.server.engines.control_calls import CallName
-from atomc.runtime.server.http.errors import APIError, invalid, refusing, unavailable
 from atomc.runtime.server.http.limits import TOKENS, check_length
+from atomc.runtime.server.http.responses import APIError, invalid, refusing, unavailable
 from atomc.runtime.server.metrics import CONTENT_TYPE
 from atomc.runtime.server.service import response_types as types
 from atomc.runtime.server.service.model_info import ModelInfo

@@ -28,7 +28,7 @@ from atomc.runtime.requests.request_errors import TokenizerError
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.http.api_keys import ApiKeys
 from atomc.runtime.server.http.auth_middleware import AuthMiddleware
-from atomc.runtime.server.http.errors import client_error
+from atomc.runtime.server.http.responses import client_error
 from atomc.runtime.server.http.web_pages import WebPages
 from atomc.runtime.server.service.model_info import load_model_info
 from atomc.runtime.text.detokenizer import load_tokenizer

@@ -189,7 +189,7 @@ def test_imports_go_one_way(path):
             "runtime.scheduling must not import runtime.execution, which stands above it",
         ),
         (
-            "runtime/server/http/errors.py",
+            "runtime/server/http/responses.py",
             "from atomc.runtime.server import anthropic",
             "runtime.server.http must not import runtime.server.anthropic, which stands above it",
         ),

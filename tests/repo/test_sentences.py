@@ -47,7 +47,7 @@ ALLOWED = {
     "runtime/constrained/grammar_worker.py: message.partition": "a message of llguidance, without its state",
     "runtime/images/placeholders.py: text.replace(mark, token)": "a rendered prompt",
     "runtime/server/http/json_body.py: SURROGATE.search(text)": "a body",
-    "runtime/server/http/errors.py: message.removeprefix('Value error, ')": "a message of pydantic",
+    "runtime/server/http/responses.py: message.removeprefix('Value error, ')": "a message of pydantic",
     "runtime/server/anthropic/chat_request.py: text.startswith(BILLING)": "a client's prompt",
     "runtime/text/chat_template.py: 'tool_calls' in message": "a mapping: the message of a chat",
     "runtime/server/flags.py: text.partition('=')": "a flag",

@@ -21,8 +21,7 @@ from atomc.runtime.server.anthropic.response import (
     stop,
 )
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, rendered_prompt, start_chat
-from atomc.runtime.server.http.errors import APIError
-from atomc.runtime.server.http.responses import sse_event
+from atomc.runtime.server.http.responses import APIError, sse_event
 from atomc.runtime.server.parsers.message_deltas import (
     ContentDelta,
     MessageDelta,

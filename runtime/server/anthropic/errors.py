@@ -4,8 +4,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from atomc.runtime.server.http.errors import APIError
-from atomc.runtime.server.http.responses import ErrorFormat
+from atomc.runtime.server.http.responses import APIError, ErrorFormat
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"

@@ -11,8 +11,8 @@ from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.server.chat.chat_prompt import ChatPrompt, chat_prompt
 from atomc.runtime.server.chat.tool_mode import ToolMode, tool_mode
-from atomc.runtime.server.http.errors import invalid
 from atomc.runtime.server.http.limits import check_total_size
+from atomc.runtime.server.http.responses import invalid
 from atomc.runtime.server.parsers.message_deltas import (
     MessageDelta,
     ToolCallArguments,

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 from atomc.files.json_types import JSON
 from atomc.runtime.constrained.closed_schema import DEFINITIONS
 from atomc.runtime.requests.sampling_params import Structured
-from atomc.runtime.server.http.errors import invalid, refusing
 from atomc.runtime.server.http.limits import TOOLS, check_length
+from atomc.runtime.server.http.responses import invalid, refusing
 from atomc.runtime.server.parsers.message_deltas import DeltaBuilder, MessageDelta, Parser
 from atomc.runtime.server.parsers.tool_parsers import TOOL_PARSERS, tool_parser
 from atomc.runtime.server.parsers.tool_parsers.json_call import JsonCallParser

@@ -12,8 +12,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atomc.runtime.server.http.api_keys import ApiKeys
-from atomc.runtime.server.http.errors import APIError, client_error
-from atomc.runtime.server.http.responses import APIErrorResponse, ErrorFormat
+from atomc.runtime.server.http.responses import (
+    APIError,
+    APIErrorResponse,
+    ErrorFormat,
+    client_error,
+)
 from atomc.runtime.server.http.web_pages import WebPages
 from atomc.torch_compat.exceptions import is_failure
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from atomc.runtime.server.http.errors import APIError
-from atomc.runtime.server.http.responses import APIErrorResponse
+from atomc.runtime.server.http.responses import APIError, APIErrorResponse
 
 
 def header_timeout_protocol(header_timeout: float) -> type[asyncio.Protocol]:

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from atomc.runtime.processes.garbage_collection import gc_disabled
-from atomc.runtime.server.http.errors import invalid
+from atomc.runtime.server.http.responses import invalid
 from atomc.runtime.text.json_scan import JSONScan
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

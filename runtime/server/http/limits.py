@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sized
 
 from atomc.files.json_types import JSON
-from atomc.runtime.server.http.errors import invalid
+from atomc.runtime.server.http.responses import invalid
 
 # Fields of one object of the API.
 FIELDS = 128

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atomc.runtime.server.http.errors import APIError
+from atomc.runtime.server.http.responses import APIError
 
 RETRY_SECONDS = 1
 # Above this body size, return freed memory to the operating system, which glibc would otherwise

@@ -8,8 +8,7 @@ from urllib.parse import quote
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from atomc.runtime.server.http.errors import invalid
-from atomc.runtime.server.http.responses import request_id, response_headers
+from atomc.runtime.server.http.responses import invalid, request_id, response_headers
 
 log = logging.getLogger("atomc.requests")
 IGNORED_FIELDS = "X-Ignored-Fields"

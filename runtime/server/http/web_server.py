@@ -13,8 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atomc.runtime.server.engines.client import ShuttingDown
 from atomc.runtime.server.http.deadline import CLOSE_SECONDS, Deadline
-from atomc.runtime.server.http.errors import client_error
-from atomc.runtime.server.http.responses import APIErrorResponse
+from atomc.runtime.server.http.responses import APIErrorResponse, client_error
 
 log = logging.getLogger("atomc.server")
 

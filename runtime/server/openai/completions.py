@@ -9,8 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.requests.request import TokenLogprobs
-from atomc.runtime.server.http.errors import invalid
-from atomc.runtime.server.http.responses import SSE_DONE, sse_event
+from atomc.runtime.server.http.responses import SSE_DONE, invalid, sse_event
 from atomc.runtime.server.service.answer import Answer
 from atomc.runtime.server.service.generation import Choice, Generation
 from atomc.runtime.server.service.logprobs import (

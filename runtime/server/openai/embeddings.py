@@ -13,8 +13,13 @@ from starlette.responses import Response
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.engines.ipc import Submit
 from atomc.runtime.server.engines.request_stream import RequestStream
-from atomc.runtime.server.http.errors import invalid, request_error
-from atomc.runtime.server.http.responses import JSONResponse, cancel_on_disconnect, request_id
+from atomc.runtime.server.http.responses import (
+    JSONResponse,
+    cancel_on_disconnect,
+    invalid,
+    request_error,
+    request_id,
+)
 from atomc.runtime.server.service.prompts import tokenize_prompts
 from atomc.runtime.server.service.protocol import EmbeddingRequest
 from atomc.runtime.server.service.service import Service

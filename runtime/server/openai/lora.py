@@ -7,7 +7,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from atomc.runtime.images.media_access import real_folders
-from atomc.runtime.server.http.errors import APIError, invalid, refusing
+from atomc.runtime.server.http.responses import APIError, invalid, refusing
 from atomc.runtime.server.service.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from atomc.runtime.server.service.response_types import Status
 from atomc.runtime.server.service.service import Service

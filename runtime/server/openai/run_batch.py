@@ -16,7 +16,7 @@ from tqdm import tqdm
 from atomc.errors import RunError
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.engines.client import EngineDead, EngineHandle, EngineLost
-from atomc.runtime.server.http.errors import APIError, client_error, invalid, invalid_field
+from atomc.runtime.server.http.responses import APIError, client_error, invalid, invalid_field
 from atomc.runtime.server.http.unknown_fields import check_unknown_fields
 from atomc.runtime.server.openai.batch_line import (
     BatchRequest,

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import FileResponse, HTMLResponse, Response
 
-from atomc.runtime.server.http.errors import APIError
+from atomc.runtime.server.http.responses import APIError
 from atomc.runtime.server.status import hash_source
 
 PACKAGE = "fastapi_offline"

@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from atomc.files.json_types import JSONObject
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, start_chat
-from atomc.runtime.server.http.errors import APIError, invalid
-from atomc.runtime.server.http.responses import SSE_DONE, sse_event
+from atomc.runtime.server.http.responses import SSE_DONE, APIError, invalid, sse_event
 from atomc.runtime.server.responses.events import Event, OutputItems
 from atomc.runtime.server.responses.items import input_items, new_id
 from atomc.runtime.server.responses.request import (

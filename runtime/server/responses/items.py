@@ -4,8 +4,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 
 from atomc.files.json_types import JSON, JSONObject, json_kind
-from atomc.runtime.server.http.errors import APIError, invalid
 from atomc.runtime.server.http.limits import MESSAGES, check_length
+from atomc.runtime.server.http.responses import APIError, invalid
 
 ROLES = ("user", "assistant", "system", "developer")
 # Types of items -> the prefixes of their ids.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, JsonValue
 
 from atomc.files.json_types import JSONObject as Item
-from atomc.runtime.server.http.errors import invalid
+from atomc.runtime.server.http.responses import invalid
 from atomc.runtime.server.responses.items import chat_messages
 from atomc.runtime.server.service.protocol import (
     AllowedTools,

@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atomc.runtime.server.http.errors import APIError
 from atomc.runtime.server.http.responses import (
+    APIError,
     EventStream,
     JSONResponse,
     cancel_on_disconnect,

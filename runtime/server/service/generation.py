@@ -16,8 +16,13 @@ from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.engines.client import RequestRefused
 from atomc.runtime.server.engines.ipc import Submit
 from atomc.runtime.server.engines.request_stream import RequestStream
-from atomc.runtime.server.http.errors import APIError, client_error, request_error
-from atomc.runtime.server.http.responses import cancel_on_disconnect, request_id
+from atomc.runtime.server.http.responses import (
+    APIError,
+    cancel_on_disconnect,
+    client_error,
+    request_error,
+    request_id,
+)
 from atomc.runtime.server.service.protocol import GenerationRequest
 from atomc.runtime.server.service.response_types import PromptTokensDetails, Usage
 from atomc.runtime.server.service.service import Service

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atomc.runtime.images.image_error import ImageError
-from atomc.runtime.server.http.errors import invalid, unavailable
+from atomc.runtime.server.http.responses import invalid, unavailable
 
 RETRY_SECONDS = 1
 STATE = "image_reservation"

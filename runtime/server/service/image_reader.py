@@ -26,7 +26,7 @@ from atomc.runtime.images.media_access import (
 from atomc.runtime.images.processor import PreparedImage
 from atomc.runtime.images.web_fetch import WebFetch
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.http.errors import invalid
+from atomc.runtime.server.http.responses import invalid
 from atomc.runtime.server.service.image_budget import ImageReservation
 
 # Images at once: of all requests, of one request, and of more than MANY_PIXELS pixels, which take

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from atomc.files.json_types import JSONLike
 from atomc.runtime.images.image_decoder import ImageDecoder, start_image_decoder
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.http.errors import APIError, invalid
 from atomc.runtime.server.http.limits import TOOLS, check_length
+from atomc.runtime.server.http.responses import APIError, invalid
 from atomc.runtime.server.parsers.reasoning_parsers import detect_reasoning_parser
 from atomc.runtime.server.parsers.tool_parsers import detect_tool_parser
 from atomc.runtime.text.chat_template import ChatTemplate, Message, load_chat_template

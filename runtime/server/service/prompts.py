@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from atomc.runtime.server.http.errors import invalid
 from atomc.runtime.server.http.limits import check_total_size
+from atomc.runtime.server.http.responses import invalid
 from atomc.runtime.server.service.service import Service
 
 Prompts = str | list[int] | list[str] | list[list[int]]

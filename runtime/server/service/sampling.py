@@ -7,7 +7,6 @@ from typing import Any
 from atomc.runtime.constrained.allowed_tokens import bad_word_tokens
 from atomc.runtime.requests.sampling_params import SamplingParams, Structured, truncated
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.http.errors import invalid, refusing
 from atomc.runtime.server.http.limits import (
     BAD_WORDS,
     CHOICES,
@@ -19,6 +18,7 @@ from atomc.runtime.server.http.limits import (
     check_length,
     check_stop_strings,
 )
+from atomc.runtime.server.http.responses import invalid, refusing
 from atomc.runtime.server.service.model_info import ModelInfo
 from atomc.runtime.server.service.protocol import (
     KINDS_OF_OUTPUT,

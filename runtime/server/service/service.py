@@ -12,7 +12,7 @@ from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.engines.engine_group import Engines
 from atomc.runtime.server.engines.ipc import Submit
-from atomc.runtime.server.http.errors import APIError, client_error, unavailable
+from atomc.runtime.server.http.responses import APIError, client_error, unavailable
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.service.image_budget import ImageBudget
 from atomc.runtime.server.service.image_reader import ImageReader

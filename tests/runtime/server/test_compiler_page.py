@@ -11,7 +11,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
 
 from atomc.runtime.server import operations
-from atomc.runtime.server.http.errors import APIError
+from atomc.runtime.server.http.responses import APIError
 
 
 @pytest.mark.parametrize("read", [True, False])

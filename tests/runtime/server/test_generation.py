@@ -16,7 +16,7 @@ from atomc.runtime.requests.request_errors import RequestError  # noqa: E402
 from atomc.runtime.requests.sampling_params import SamplingParams  # noqa: E402
 from atomc.runtime.server.config import ServerConfig  # noqa: E402
 from atomc.runtime.server.engines.request_stream import RequestStream  # noqa: E402
-from atomc.runtime.server.http.errors import APIError  # noqa: E402
+from atomc.runtime.server.http.responses import APIError  # noqa: E402
 from atomc.runtime.server.metrics import Metrics  # noqa: E402
 from atomc.runtime.server.service.generation import Generation, RequestSummary  # noqa: E402
 from atomc.runtime.server.service.image_budget import ImageBudget  # noqa: E402

@@ -16,7 +16,7 @@ from test_server_lifecycle import until  # noqa: E402
 
 from atomc.runtime.requests.request import TokenLogprobs  # noqa: E402
 from atomc.runtime.server.anthropic.request import MessagesRequest  # noqa: E402
-from atomc.runtime.server.http.errors import APIError  # noqa: E402
+from atomc.runtime.server.http.responses import APIError  # noqa: E402
 from atomc.runtime.server.http.unknown_fields import check_unknown_fields  # noqa: E402
 from atomc.runtime.server.responses.request import ResponsesRequest  # noqa: E402
 from atomc.runtime.server.service import protocol  # noqa: E402

@@ -31,7 +31,7 @@ from atomc.runtime.server.engines.client import (  # noqa: E402
 )
 from atomc.runtime.server.engines.engine_group import Engines  # noqa: E402
 from atomc.runtime.server.engines.start_engines import engine_environments  # noqa: E402
-from atomc.runtime.server.http.errors import client_error  # noqa: E402
+from atomc.runtime.server.http.responses import client_error  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("server lifecycle"),

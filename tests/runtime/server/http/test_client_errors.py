@@ -16,7 +16,7 @@ from serving import serving  # noqa: E402
 
 from atomc import demo  # noqa: E402
 from atomc.runtime.server.config import ServerConfig  # noqa: E402
-from atomc.runtime.server.http.errors import APIError  # noqa: E402
+from atomc.runtime.server.http.responses import APIError  # noqa: E402
 from atomc.runtime.server.service import model_info  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("mistakes")

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("fastapi")
 from starlette.requests import Request
 
-from atomc.runtime.server.http.errors import APIError
+from atomc.runtime.server.http.responses import APIError
 from atomc.runtime.server.http.unknown_fields import check_unknown_fields
 from atomc.runtime.server.service.protocol import ChatRequest
 

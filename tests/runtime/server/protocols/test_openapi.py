@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient  # noqa: E402
 from serving import KEY  # noqa: E402
 
 from atomc.runtime.server.app import ENDPOINTS, OPEN_PATHS  # noqa: E402
-from atomc.runtime.server.http.errors import APIError  # noqa: E402
+from atomc.runtime.server.http.responses import APIError  # noqa: E402
 from atomc.runtime.server.openapi import docs_page  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server")

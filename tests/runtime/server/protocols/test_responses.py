@@ -19,7 +19,7 @@ from pydantic import BaseModel, TypeAdapter  # noqa: E402
 from serving import KEY  # noqa: E402
 
 from atomc.runtime.server.chat.chat import ChoiceDelta  # noqa: E402
-from atomc.runtime.server.http.errors import APIError  # noqa: E402
+from atomc.runtime.server.http.responses import APIError  # noqa: E402
 from atomc.runtime.server.parsers.message_deltas import (  # noqa: E402
     ContentDelta,
     ReasoningDelta,
