@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from model_shapes import MODELS
 
-from atomc.runtime.bench.startup import details, format_starts, starts
+from atomc.runtime.bench.startup import Start, format_starts, starts
 from atomc.runtime.config import EngineConfig
 
 
@@ -86,6 +86,24 @@ def main() -> None:
                 }
                 given.json.write_text(json.dumps(result, indent=1) + "\n")
     print(format_starts(found))
+
+
+def details(start: Start) -> str:
+    """The compile phases, the number of compiled kernels, and the imported libraries that are slow
+    to import.
+    """
+    parts = sorted(start.get("compile", {}).items(), key=lambda part: -part[1])
+    kernels = start.get("triton", {})
+    lines = [
+        "compile: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts),
+        "Triton: {compiled} kernels compiled, {found} found, {seconds:.2f} s".format(**kernels)
+        if kernels
+        else "",
+        f"CUDA graphs: {start.get('graphs', 0)}; imported "
+        f"{', '.join(start.get('imported', [])) or 'nothing large'}",
+        *start.get("notes", []),
+    ]
+    return "\n".join(f"  {line}" for line in lines if line)
 
 
 if __name__ == "__main__":

@@ -173,24 +173,6 @@ def triton_kernels() -> dict[str, float]:
     return counts
 
 
-def details(start: Start) -> str:
-    """The compile phases, the number of compiled kernels, and the imported libraries that are slow
-    to import.
-    """
-    parts = sorted(start.get("compile", {}).items(), key=lambda part: -part[1])
-    kernels = start.get("triton", {})
-    lines = [
-        "compile: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts),
-        "Triton: {compiled} kernels compiled, {found} found, {seconds:.2f} s".format(**kernels)
-        if kernels
-        else "",
-        f"CUDA graphs: {start.get('graphs', 0)}; imported "
-        f"{', '.join(start.get('imported', [])) or 'nothing large'}",
-        *start.get("notes", []),
-    ]
-    return "\n".join(f"  {line}" for line in lines if line)
-
-
 def main(config: str, spawned: float) -> None:
     """The measured process: start an engine, generate a token, and print the seconds of each phase
     as JSON.

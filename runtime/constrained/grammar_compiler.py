@@ -244,14 +244,6 @@ class GrammarMatcher:
             return self.finished
         return bool(self.inner.try_consume_tokens([token]) == 1)
 
-    def rollback(self, num_tokens: int) -> None:
-        """Undo the last `num_tokens` accepted tokens."""
-        if self.finished and num_tokens:
-            self.finished = False
-            num_tokens -= 1
-        if num_tokens and not self.inner.rollback(num_tokens):
-            raise ValueError(f"cannot roll back {num_tokens} tokens: fewer were accepted")
-
 
 def _tokenizer_json(tokenizer: Any) -> str:
     """The tokenizer as JSON, with the added tokens that are text, such as <think>, in its

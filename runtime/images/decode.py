@@ -37,11 +37,11 @@ TRANSPOSES = {
 }
 
 
-def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
+def decode_image(data: bytes) -> "Image":
     """The image as RGB, turned upright; transparent parts are white, of an animation the first
     frame. Raises ImageError.
     """
-    return decode_pixels(open_image(data, max_pixels))
+    return decode_pixels(open_image(data))
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":

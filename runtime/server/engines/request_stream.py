@@ -35,7 +35,11 @@ class RequestStream:
     async def __aiter__(self) -> AsyncIterator[Output]:
         """New outputs, merged per request, until all requests have finished. Raises EngineDead."""
         while self._unfinished:
-            await self._wait()
+            if not self._pending and self._error is None:
+                self._wake.clear()
+                await self._wake.wait()
+            if self._error is not None and not self._pending:
+                raise self._error
             pending, self._pending = self._pending, {}
             for request_id, part in pending.items():
                 # The reader may have closed this request since.
@@ -68,13 +72,6 @@ class RequestStream:
         self._abort(self._unfinished)
         self._accepted.set()
         self._wake.set()
-
-    async def _wait(self) -> None:
-        if not self._pending and self._error is None:
-            self._wake.clear()
-            await self._wake.wait()
-        if self._error is not None and not self._pending:
-            raise self._error
 
 
 class _MergedOutput:

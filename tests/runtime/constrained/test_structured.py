@@ -436,31 +436,6 @@ def test_a_token_that_may_not_come_changes_nothing():
     assert matcher.accept(END) and matcher.finished and not matcher.accept(END)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**9))
-def test_taking_tokens_back_is_as_if_they_had_not_come(seed):
-    generator = random.Random(seed)
-    grammar = GRAMMARS.compile(Structured(json_schema=PERSON))
-    matcher, tokens = grammar.matcher(), []
-    for _ in range(25):
-        if not matcher.finished:
-            token = generator.choice(may_follow(matcher))
-            assert matcher.accept(token)
-            tokens.append(token)
-        if generator.random() < 0.3 or matcher.finished:
-            count = generator.randint(0, len(tokens))
-            matcher.rollback(count)
-            del tokens[len(tokens) - count :]
-            again = grammar.matcher()
-            assert all(again.accept(token) for token in tokens)
-            assert may_follow(again) == may_follow(matcher) and again.finished == matcher.finished
-
-
-def test_more_tokens_than_came_cannot_be_taken_back():
-    with pytest.raises(ValueError, match="cannot roll back 1 tokens: fewer were accepted"):
-        GRAMMARS.compile(Structured(regex="a")).matcher().rollback(1)
-
-
 def test_rows_behind_a_draft_are_as_if_its_tokens_had_come():
     grammar = GRAMMARS.compile(Structured(json_schema=PERSON))
     draft = DEMO.encode('{"name').ids
