@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from atomc.runtime.images.processor import ImageProcessor, PreparedImage
 from atomc.runtime.llm import LLM
-from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import PromptImage
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.scheduling.step import ImagePixels
 

@@ -5,8 +5,14 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from atomc.runtime.requests.prompt_image import PromptImage
-from atomc.runtime.requests.request import Completion, FinishReason, Output, Request, TokenLogprobs
+from atomc.runtime.requests.request import (
+    Completion,
+    FinishReason,
+    Output,
+    PromptImage,
+    Request,
+    TokenLogprobs,
+)
 from atomc.runtime.requests.request_errors import RequestError
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.text.text_stream import TextStream

@@ -27,8 +27,7 @@ from atomc.runtime.lora_adapters import LoraAdapters
 from atomc.runtime.processes.garbage_collection import gc_disabled
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import RankLauncher
-from atomc.runtime.requests.prompt_image import PromptImage
-from atomc.runtime.requests.request import Output, Pooling, Request
+from atomc.runtime.requests.request import Output, Pooling, PromptImage, Request
 from atomc.runtime.requests.request_errors import (
     RequestError,
     RequestErrors,

@@ -21,8 +21,7 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
 from atomc.runtime.execution.loading.load import config_folder
 from atomc.runtime.interrupts import interrupts_delayed
-from atomc.runtime.requests.prompt_image import PromptImage
-from atomc.runtime.requests.request import Completion, Request, siblings
+from atomc.runtime.requests.request import Completion, PromptImage, Request, siblings
 from atomc.runtime.requests.request_errors import RequestErrors, RequestFailed
 from atomc.runtime.requests.sampling_params import SamplingParams, truncated
 from atomc.runtime.text.detokenizer import encode

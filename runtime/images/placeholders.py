@@ -10,7 +10,7 @@ from typing import Any
 
 from atomc.runtime.images.image_error import ImageError
 from atomc.runtime.images.processor import PreparedImage
-from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import PromptImage
 
 
 class Placeholders:

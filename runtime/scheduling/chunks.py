@@ -5,8 +5,7 @@ the step that chunks make up, until it is finished.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from atomc.runtime.requests.prompt_image import overlapping
-from atomc.runtime.requests.request import Output, Request
+from atomc.runtime.requests.request import Output, Request, overlapping
 from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.prefix_sharing import PrefixSharing
 from atomc.runtime.scheduling.speculative import ForcedAcceptance

@@ -5,8 +5,7 @@ encode and what to drop.
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from atomc.runtime.requests.prompt_image import PromptImage, overlapping
-from atomc.runtime.requests.request import Request
+from atomc.runtime.requests.request import PromptImage, Request, overlapping
 from atomc.runtime.scheduling.image_limits import ImageLimits
 from atomc.runtime.scheduling.step import ImagePixels
 

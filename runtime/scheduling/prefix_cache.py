@@ -9,7 +9,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 
-from atomc.runtime.requests.prompt_image import PromptImage, overlapping
+from atomc.runtime.requests.request import PromptImage, overlapping
 
 DIGEST = 16  # bytes: collisions are neither likely nor feasible to construct
 

@@ -16,7 +16,7 @@ from atomc.runtime.images.processor import (
     image_tokens,
     load_image_processor,
 )
-from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import PromptImage
 from atomc.runtime.text.chat_template import load_chat_template
 from atomc.runtime.text.detokenizer import encode
 

@@ -21,7 +21,7 @@ from atomc.models.mrope import mrope_positions
 from atomc.program import compile_model
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.execution import compile_programs
-from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import PromptImage
 
 VOCAB, D, W, MERGE, IMAGE, MAX_LEN = 61, 16, 6, 2, 60, 96
 OPTIONS: dict[str, Any] = {"strict": True, "glue": "eager", "layout": "paged"}

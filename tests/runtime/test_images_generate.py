@@ -11,7 +11,7 @@ from tiny_vl import IMAGE, theirs
 from torch import nn
 
 from atomc.runtime.llm import LLM
-from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import PromptImage
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.stock.adapter import wrap_stock
 

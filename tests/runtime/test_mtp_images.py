@@ -15,7 +15,7 @@ from atomc.ops.inputs import ModelInputs
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.execution.input_batch import InputBatch
 from atomc.runtime.execution.views.hidden_states import WithHiddenStates
-from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import PromptImage
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.scheduling.step import Admission, Chunk, ImageRows, ScheduledStep
 

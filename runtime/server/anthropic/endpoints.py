@@ -29,7 +29,7 @@ from atomc.runtime.server.parsers.message_deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
-from atomc.runtime.server.service.answer import Answer
+from atomc.runtime.server.service.generation import Answer
 from atomc.runtime.server.service.protocol import JSONObject
 from atomc.runtime.server.service.service import Service
 

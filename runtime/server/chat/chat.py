@@ -24,11 +24,11 @@ from atomc.runtime.server.parsers.tool_parsers.harmony import HARMONY, HarmonyPa
 from atomc.runtime.server.service.generation import Generation
 from atomc.runtime.server.service.image_budget import image_reservation
 from atomc.runtime.server.service.model_info import ModelInfo
-from atomc.runtime.server.service.prompts import check_num_choices
 from atomc.runtime.server.service.protocol import ChatRequest
 from atomc.runtime.server.service.sampling import (
     check_context_length,
     check_logprobs,
+    check_num_choices,
     prompt_limit,
     sampling_params,
     structured_output,

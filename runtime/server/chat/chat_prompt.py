@@ -9,7 +9,7 @@ from atomc.files.json_types import JSONLike
 from atomc.runtime.images.content_parts import has_images, split_images
 from atomc.runtime.images.image_error import ImageError
 from atomc.runtime.images.placeholders import Placeholders, check_image_tokens, place_images
-from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import PromptImage
 from atomc.runtime.server.http.limits import MESSAGES, check_length
 from atomc.runtime.server.http.responses import cancel_on_disconnect, invalid
 from atomc.runtime.server.service.image_budget import image_reservation

@@ -2,8 +2,7 @@
 
 import msgspec
 
-from atomc.runtime.requests.prompt_image import PromptImage
-from atomc.runtime.requests.request import Output, Pooling
+from atomc.runtime.requests.request import Output, Pooling, PromptImage
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.engines.control_calls import ControlCall, Reply
 

@@ -19,7 +19,7 @@ from atomc.runtime.server.parsers.message_deltas import (
     ToolCallStart,
     merge_deltas,
 )
-from atomc.runtime.server.service.answer import Answer
+from atomc.runtime.server.service.generation import Answer
 from atomc.runtime.server.service.logprobs import chat_logprobs, encoded, prompt_logprobs
 from atomc.runtime.server.service.protocol import ChatRequest, StreamOptions
 from atomc.runtime.server.service.response_types import (

@@ -10,15 +10,13 @@ from starlette.responses import Response
 
 from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.server.http.responses import SSE_DONE, invalid, sse_event
-from atomc.runtime.server.service.answer import Answer
-from atomc.runtime.server.service.generation import Choice, Generation
+from atomc.runtime.server.service.generation import Answer, Choice, Generation
 from atomc.runtime.server.service.logprobs import (
     TextOffsets,
     completion_logprobs,
     encoded,
     prompt_logprobs,
 )
-from atomc.runtime.server.service.prompts import tokenize_prompts
 from atomc.runtime.server.service.protocol import CompletionRequest, StreamOptions
 from atomc.runtime.server.service.response_types import (
     Completion,
@@ -32,6 +30,7 @@ from atomc.runtime.server.service.sampling import (
     prompt_limit,
     sampling_params,
     structured_output,
+    tokenize_prompts,
     truncated_prompt,
 )
 from atomc.runtime.server.service.service import Service

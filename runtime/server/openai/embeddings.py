@@ -20,8 +20,8 @@ from atomc.runtime.server.http.responses import (
     request_error,
     request_id,
 )
-from atomc.runtime.server.service.prompts import tokenize_prompts
 from atomc.runtime.server.service.protocol import EmbeddingRequest
+from atomc.runtime.server.service.sampling import tokenize_prompts
 from atomc.runtime.server.service.service import Service
 
 

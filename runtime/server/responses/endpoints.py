@@ -22,7 +22,7 @@ from atomc.runtime.server.responses.request import (
     check_supported,
 )
 from atomc.runtime.server.responses.response import DeletedResponse, InputItems
-from atomc.runtime.server.service.answer import Answer
+from atomc.runtime.server.service.generation import Answer
 from atomc.runtime.server.service.logprobs import chat_logprobs, encoded
 from atomc.runtime.server.service.protocol import ChatRequest, RequestModel
 from atomc.runtime.server.service.response_store import StoredResponse, item_bytes

@@ -1,16 +1,18 @@
-"""Generates the choices of one HTTP request, `n` per prompt, with usage, metrics and a log line."""
+"""Generates the choices of one HTTP request, `n` per prompt, with usage, metrics and a log line. An
+Answer turns them into one JSON body, or a stream of events.
+"""
 
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
+from typing import Generic, ParamSpec, Self, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
-from atomc.runtime.requests.prompt_image import PromptImage
-from atomc.runtime.requests.request import Output, TokenLogprobs
+from atomc.runtime.requests.request import Output, PromptImage, TokenLogprobs
 from atomc.runtime.requests.request_errors import RequestError, wrap_error
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.engines.client import RequestRefused
@@ -18,12 +20,15 @@ from atomc.runtime.server.engines.ipc import Submit
 from atomc.runtime.server.engines.request_stream import RequestStream
 from atomc.runtime.server.http.responses import (
     APIError,
+    EventStream,
+    JSONResponse,
     cancel_on_disconnect,
     client_error,
     request_error,
     request_id,
+    sse_event,
 )
-from atomc.runtime.server.service.protocol import GenerationRequest
+from atomc.runtime.server.service.protocol import GenerationRequest, SamplingFields
 from atomc.runtime.server.service.response_types import PromptTokensDetails, Usage
 from atomc.runtime.server.service.service import Service
 from atomc.runtime.text.text_stream import TextDelta, TextStream
@@ -32,6 +37,7 @@ from atomc.torch_compat.exceptions import is_failure
 log = logging.getLogger("atomc.requests")
 P = ParamSpec("P")
 T = TypeVar("T")
+Body = TypeVar("Body", bound=SamplingFields)
 
 
 @dataclass
@@ -280,3 +286,43 @@ def _choice_params(params: SamplingParams, number: int) -> SamplingParams:
         if params.seed is None or number == 0
         else replace(params, seed=(params.seed + number) % 2**63)
     )
+
+
+class Answer(Generic[Body]):
+    """An API implements `complete`, one JSON body, and `events`, server-sent events; both run while
+    the generation is open.
+    """
+
+    def __init__(
+        self, service: Service, body: Body, request: Request, generation: Generation
+    ) -> None:
+        self.service, self.body, self.request = service, body, request
+        self.generation = generation
+        self.request_id, self.created = request_id(request), int(time.time())
+
+    async def complete(self) -> object:
+        raise NotImplementedError
+
+    def events(self) -> AsyncIterator[bytes]:
+        raise NotImplementedError
+
+    def failure(self, error: APIError) -> bytes:
+        """The last events of a stream that this error ends."""
+        return sse_event(error.body())
+
+    async def respond(self) -> Response:
+        if self.body.stream:
+            return EventStream(self._stream(), self.generation.close)
+        return JSONResponse(await cancel_on_disconnect(self.request, self._complete()))
+
+    async def _complete(self) -> object:
+        with self.generation:
+            return await self.complete()
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        try:
+            with self.generation:
+                async for event in self.events():
+                    yield event
+        except Exception as error:  # the response has begun: its last event says what failed
+            yield self.failure(self.service.stream_error(error))

@@ -288,7 +288,7 @@ runtime/ranks/process_group.py | runtime/ranks/test_ranks.py -k 'broken' | abort
 runtime/ranks/rank.py | runtime/ranks/test_ranks.py -k 'outputs_of_one or returns_the_memory or without_its_device' -m '' | Rank._execute Rank._load
 runtime/ranks/rank.py | runtime/ranks/test_torchrun.py -k 'not_reach_rank_0' | _exit_when_disconnected
 runtime/ranks/torchrun.py | runtime/ranks/test_torchrun.py -k 'does_not_fit or not_those_of_a_group or only_its_own_host or other_flags' | TorchrunLauncher.host TorchrunLauncher.start _comparable check_place settings_from_rank_0
-runtime/requests/prompt_image.py | runtime/scheduling/test_image_cache.py | overlapping
+runtime/requests/request.py | runtime/scheduling/test_image_cache.py | overlapping
 runtime/requests/sampling_params.py | runtime/ranks/test_ranks.py -k 'gather_no_logits' | SamplingParams.only_largest
 runtime/server/anthropic/chat_request.py | runtime/server/protocols/test_messages.py -k 'blocks_become or sampling_fields or switch' | _assistant_message _thinking_switch _user_messages generation_request
 runtime/server/anthropic/endpoints.py | runtime/server/protocols/test_messages.py -k 'cut_are_read' | _parsed_arguments

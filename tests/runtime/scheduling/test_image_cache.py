@@ -7,8 +7,7 @@ import random
 import pytest
 from tiny_vision import IMAGE, MERGE, W, image_at
 
-from atomc.runtime.requests.prompt_image import overlapping
-from atomc.runtime.requests.request import Request
+from atomc.runtime.requests.request import Request, overlapping
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.image_cache import ImageCache
