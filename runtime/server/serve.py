@@ -102,9 +102,8 @@ def reserve_adapters(server: ServerConfig, engine: EngineConfig) -> EngineConfig
     """The engine's config, with room for LoRA adapters that are loaded while serving, if the server
     allows it. Raises ValueError for an allowed folder that is none.
     """
-    if not real_folders(server.allowed_lora_path, "allowed_lora_path"):
-        return engine
-    if engine.max_loras is not None:
+    allows = real_folders(server.allowed_lora_path, "allowed_lora_path")
+    if not allows or engine.max_loras is not None:
         return engine
     return replace(engine, max_loras=max(MAX_LORAS, len(engine.lora)))
 

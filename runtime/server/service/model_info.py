@@ -219,11 +219,10 @@ def _run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
     timer.start()
     try:
         try:
-            result = work()
+            return work()
         finally:
             with lock:
                 done = True
-        return result
     except Exception as error:
         # `work` may have caught the TimeoutError and raised another error.
         if timed_out:
