@@ -67,10 +67,6 @@ def run_engine_process(start: EngineStart, address: str, failure_file: Path) -> 
     # frontend handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    let_openmp_sleep()
-    # tqdm's default lock is a system semaphore, which leaks if the process is killed.
-    tqdm.set_lock(threading.RLock())
-    log_to_stderr()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     failed = run_engine(
         start, address, lambda reason: write_atomically(failure_file, reason.encode())
@@ -94,6 +90,10 @@ def run_engine(
                      process then exits
     host             the name of this machine, if the frontend may be on another one
     """
+    let_openmp_sleep()  # before torch is imported
+    # tqdm's default lock is a system semaphore, which leaks if the process is killed.
+    tqdm.set_lock(threading.RLock())
+    log_to_stderr()
     socket = zmq.Context().socket(zmq.PAIR)
     # No limit, so that nothing is dropped or blocks; the accepted requests bound the number of
     # messages.

@@ -14,11 +14,8 @@ import zmq
 import zmq.asyncio
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from tqdm import tqdm
 
-from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.processes.stderr_log import log_to_stderr
 from atomc.runtime.ranks.endpoint import bind, use_tcp
 from atomc.runtime.server.engines.engine_process import LINGER_MS, EngineStart, run_engine
 from atomc.runtime.server.engines.ray_actors.cluster import connect, create_actor, own_address
@@ -126,10 +123,6 @@ class EngineActor:
         """Serve the frontend at `address` until it stops the engine. failures: gets the reason if a
         rank fails and the engine's thread cannot send it.
         """
-        let_openmp_sleep()  # before torch is imported
-        # tqdm's default lock is a system semaphore, which leaks if the process is killed.
-        tqdm.set_lock(threading.RLock())
-        log_to_stderr()
         run_engine(
             EngineStart(config, progress=progress, rank_launcher=ActorLauncher(group)),
             address,
