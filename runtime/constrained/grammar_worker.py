@@ -56,7 +56,7 @@ def _validate_limited(
     """The result of the validation, or its error. A limit may end the process by a signal
     instead.
     """
-    before = memory_use()
+    before, name = memory_use(), next(iter(fields))
     try:
         structured = Structured(**fields)
         lower_limit(resource.RLIMIT_STACK, STACK_BYTES)
@@ -66,14 +66,11 @@ def _validate_limited(
     except MemoryError:
         return {"signal": signal.SIGABRT}
     except UnicodeError:
-        return {
-            "error": f"{_name(fields)}: it has text that is not valid Unicode, such as a lone "
-            "surrogate"
-        }
+        return {"error": f"{name}: it has text that is not valid Unicode, such as a lone surrogate"}
     except ValueError as error:
         return {"error": str(error)}
     except BaseException as error:  # a panic in Rust is no Exception
-        return {"error": f"{_name(fields)}: llguidance failed on it: {first_line(error):.200}"}
+        return {"error": f"{name}: llguidance failed on it: {first_line(error):.200}"}
     signal.setitimer(signal.ITIMER_PROF, 0)
     num_bytes = max(memory_use().own - before.own, 0)
     del matcher  # only after its memory is counted
@@ -154,10 +151,6 @@ def _ids(mask: bytes) -> list[int]:
 def _message(message: str) -> str:
     """The library's message without its internal state."""
     return message.partition("\n<state>")[0].strip()
-
-
-def _name(fields: Mapping[str, Any]) -> str:
-    return next(iter(fields))
 
 
 if __name__ == "__main__":

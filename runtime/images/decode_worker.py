@@ -55,7 +55,9 @@ def main() -> None:
     if isinstance(processor, str):
         serve_forks(lambda connection: None, processor)
     else:
-        _import_decoders()
+        from PIL import Image
+
+        Image.init()  # imports the decoders once, not in each fork
         limits = partial(_Limits, settings["seconds"], settings["memory"])
         serve_forks(partial(_respond, processor, limits))
 
@@ -68,13 +70,6 @@ def _hide_torch() -> None:
         return None if name.partition(".")[0] in HIDDEN else find_spec(name, package)
 
     importlib.util.find_spec = find
-
-
-def _import_decoders() -> None:
-    """Once, not in each fork."""
-    from PIL import Image
-
-    Image.init()
 
 
 def _respond(

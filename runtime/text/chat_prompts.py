@@ -63,20 +63,17 @@ class ChatPrompts:
             add_generation_prompt=add_generation_prompt,
             **{k: v for k, v in hidden.hide(kwargs).items() if k != "add_generation_prompt"},
         )
-        tokens = self._encode(hidden.pieces(text))
+        # Without a BOS token, which the template writes itself.
+        tokens = [
+            token
+            for piece in hidden.pieces(text)
+            for token in encode(self._tokenizer, piece, add_special_tokens=False)
+        ]
         if isinstance(ids, str) or isinstance(processor, str):
             return tokens, ()
         check_image_tokens(tokens, ids.image, len(sources))
         prepared = [_prepared(processor, i, source) for i, source in enumerate(sources, 1)]
         return place_images(tokens, ids.image, prepared)
-
-    def _encode(self, pieces: Sequence[str]) -> list[int]:
-        """Without a BOS token, which the template writes itself."""
-        return [
-            token
-            for piece in pieces
-            for token in encode(self._tokenizer, piece, add_special_tokens=False)
-        ]
 
 
 def _prepared(processor: ImageProcessor, number: int, source: ImageSource) -> PreparedImage:

@@ -15,7 +15,7 @@ try:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+    from opentelemetry.trace import SpanKind, Status, StatusCode
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
     raise ImportError(
@@ -48,35 +48,31 @@ class Traces:
             kind=SpanKind.SERVER,
             start_time=end - round(request.seconds * 1e9),
         )
-        _set_attributes(span, request, model)
+        params = request.params
+        span.set_attributes(
+            {
+                "gen_ai.request.id": request.request_id,
+                "gen_ai.response.model": model,
+                "gen_ai.request.temperature": params.temperature,
+                "gen_ai.request.top_p": params.top_p,
+                "gen_ai.request.n": request.num_choices,
+                "gen_ai.usage.num_sequences": request.num_choices,
+                "gen_ai.usage.prompt_tokens": request.num_prompt,
+                "gen_ai.usage.cached_tokens": request.num_cached,
+                "gen_ai.usage.completion_tokens": request.num_new,
+                "gen_ai.latency.e2e": request.seconds,
+                "gen_ai.response.finish_reasons": request.finish_reasons,
+            }
+        )
+        if params.max_tokens is not None:
+            span.set_attribute("gen_ai.request.max_tokens", params.max_tokens)
+        if request.ttft_seconds is not None:
+            span.set_attribute("gen_ai.latency.time_to_first_token", request.ttft_seconds)
+            span.set_attribute("gen_ai.latency.time_in_queue", request.queue_seconds)
+        if request.error is not None:
+            span.set_status(Status(StatusCode.ERROR, request.error))
         span.end(end)
 
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
-
-
-def _set_attributes(span: Span, request: RequestSummary, model: str) -> None:
-    params = request.params
-    span.set_attributes(
-        {
-            "gen_ai.request.id": request.request_id,
-            "gen_ai.response.model": model,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
-            "gen_ai.request.n": request.num_choices,
-            "gen_ai.usage.num_sequences": request.num_choices,
-            "gen_ai.usage.prompt_tokens": request.num_prompt,
-            "gen_ai.usage.cached_tokens": request.num_cached,
-            "gen_ai.usage.completion_tokens": request.num_new,
-            "gen_ai.latency.e2e": request.seconds,
-            "gen_ai.response.finish_reasons": request.finish_reasons,
-        }
-    )
-    if params.max_tokens is not None:
-        span.set_attribute("gen_ai.request.max_tokens", params.max_tokens)
-    if request.ttft_seconds is not None:
-        span.set_attribute("gen_ai.latency.time_to_first_token", request.ttft_seconds)
-        span.set_attribute("gen_ai.latency.time_in_queue", request.queue_seconds)
-    if request.error is not None:
-        span.set_status(Status(StatusCode.ERROR, request.error))
