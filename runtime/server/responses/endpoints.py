@@ -118,12 +118,12 @@ async def list_input_items(
         if after not in names:
             raise invalid(f"after is {after!r:.80}, expected the id of an input item", "after")
         items = items[names.index(after) + 1 :]
-    listed = items[:limit]
+    listed = list(items[:limit])
     return {
         "object": "list",
         "data": listed,
-        "first_id": listed[0]["id"] if listed else None,
-        "last_id": listed[-1]["id"] if listed else None,
+        "first_id": str(listed[0]["id"]) if listed else None,
+        "last_id": str(listed[-1]["id"]) if listed else None,
         "has_more": len(items) > limit,
     }
 
