@@ -2,7 +2,7 @@
 the server's own endpoints.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, NotRequired, TypeAlias
 
 import msgspec
@@ -228,4 +228,4 @@ class Sleeping(TypedDict):
 
 
 class ExpertTokens(TypedDict):
-    tokens: dict[str, list[int]]
+    tokens: Mapping[str, Sequence[int]]
