@@ -110,13 +110,13 @@ def reserve_adapters(server: ServerConfig, engine: EngineConfig) -> EngineConfig
 
 def read_key_files(server: ServerConfig) -> ServerConfig:
     """Raises OSError or ValueError for files without keys."""
-    for name in ("api_key", "admin_key"):
-        file = getattr(server, f"{name}_file")
-        if file is not None:
-            flag = f"--{name.replace('_', '-')}-file"
-            keys = (*getattr(server, name), *read_keys(file, flag))
-            server = replace(server, **{name: keys, f"{name}_file": None})
-    return server
+    return replace(
+        server,
+        api_key=(*server.api_key, *read_keys(server.api_key_file, "--api-key-file")),
+        admin_key=(*server.admin_key, *read_keys(server.admin_key_file, "--admin-key-file")),
+        api_key_file=None,
+        admin_key_file=None,
+    )
 
 
 def _traces(server: ServerConfig) -> "Traces | None":

@@ -23,8 +23,12 @@ def check_key(key: str, where: str) -> None:
         )
 
 
-def read_keys(file: str, flag: str) -> list[str]:
-    """The keys in the file of this flag, one per line. Raises OSError, or ValueError for none."""
+def read_keys(file: str | None, flag: str) -> list[str]:
+    """The keys in the file of this flag, one per line; [] without a file. Raises OSError, or
+    ValueError for none.
+    """
+    if file is None:
+        return []
     try:
         with file_of_flag(flag, file):
             text = Path(file).read_text(encoding="utf-8-sig")
