@@ -5,16 +5,12 @@ W = ceil(vocab_size / 32) words of a mask.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from atomc.runtime.requests.sampling_params import SamplingParams
-from atomc.runtime.text.detokenizer import encode
-
-if TYPE_CHECKING:  # optional
-    from tokenizers import Tokenizer
+from atomc.runtime.text.detokenizer import Tokenizer, encode
 
 BadWord = str | tuple[int, ...]
 

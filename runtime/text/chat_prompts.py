@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atomc.files.json_file import read_json
 from atomc.runtime.images.content_parts import ImageSource, has_images, split_images
@@ -18,10 +18,7 @@ from atomc.runtime.images.processor import (
 )
 from atomc.runtime.requests.request import PromptImage
 from atomc.runtime.text.chat_template import load_chat_template
-from atomc.runtime.text.detokenizer import encode
-
-if TYPE_CHECKING:  # optional
-    from tokenizers import Tokenizer
+from atomc.runtime.text.detokenizer import Tokenizer, encode
 
 MAX_IMAGES = 4096
 # The caller is the user of this process.

@@ -3,14 +3,16 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
 from atomc.errors import first_line
 from atomc.runtime.requests.request_errors import TokenizerError
 from atomc.torch_compat.exceptions import is_failure
 
 if TYPE_CHECKING:  # optional
-    from tokenizers import Tokenizer
+    import tokenizers
+
+Tokenizer: TypeAlias = "tokenizers.Tokenizer"
 
 # Tokens decoded before the new ones: a token's leading space depends on the tokens before it.
 CONTEXT_TOKENS = 5

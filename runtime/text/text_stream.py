@@ -2,14 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from atomc.runtime.requests.request import FinishReason, Output, TokenLogprobs
 from atomc.runtime.requests.sampling_params import SamplingParams
-from atomc.runtime.text.detokenizer import Detokenizer
-
-if TYPE_CHECKING:  # optional
-    from tokenizers import Tokenizer
+from atomc.runtime.text.detokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from atomc.files.json_types import JSONLike
 from atomc.runtime.images.image_decoder import ImageDecoder, start_image_decoder
@@ -19,11 +19,8 @@ from atomc.runtime.server.http.responses import APIError, invalid
 from atomc.runtime.server.parsers.reasoning_parsers import detect_reasoning_parser
 from atomc.runtime.server.parsers.tool_parsers import detect_tool_parser
 from atomc.runtime.text.chat_template import ChatTemplate, Message, load_chat_template
-from atomc.runtime.text.detokenizer import TokenTexts, decode, encode, load_tokenizer
+from atomc.runtime.text.detokenizer import Tokenizer, TokenTexts, decode, encode, load_tokenizer
 from atomc.runtime.text.generation_config import sampling_defaults
-
-if TYPE_CHECKING:  # optional
-    from tokenizers import Tokenizer
 
 # Longer texts are tokenized in a thread, to keep the event loop free.
 LONG_TEXT = 1024
