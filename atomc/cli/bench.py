@@ -20,7 +20,6 @@ from atomc.cli.arguments import (
     add_switch,
     command,
 )
-from atomc.cli.serve import GROUPS
 from atomc.files.file_of_flag import file_of_flag
 from atomc.files.json_types import JSONLike
 from atomc.runtime.config import EngineConfig
@@ -310,7 +309,7 @@ def _add_acceptance(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
 
-    add_flags(parser, EngineConfig, GROUPS)
+    add_flags(parser, EngineConfig)
     parser.usage = f"{parser.prog} [MODEL] [flags]"
 
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from atomc.cli.arguments import Commands, command
-from atomc.cli.serve import GROUPS
 from atomc.files.file_of_flag import file_of_flag
 from atomc.options import torchrun_place
 from atomc.runtime.config import EngineConfig
@@ -61,8 +60,8 @@ def add(commands: Commands) -> None:
         )
     parser.usage = "atomc run-batch -i FILE -o FILE [MODEL] [flags]"
 
-    add_flags(parser, ServerConfig, {}, leave_out=SERVER_ONLY)
-    add_flags(parser, EngineConfig, GROUPS)
+    add_flags(parser, ServerConfig, leave_out=SERVER_ONLY)
+    add_flags(parser, EngineConfig)
 
 
 def run(arguments: argparse.Namespace) -> None:

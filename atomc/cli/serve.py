@@ -8,61 +8,6 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.flags import add_flags, read_toml, values_of
 
-# The fields of EngineConfig in each group of --help.
-FIELDS_OF_GROUP = {
-    "model": (
-        "dtype",
-        "device",
-        "load_format",
-        "options",
-        "quantization",
-        "quantization_ignore",
-        "self_check",
-    ),
-    "LoRA": (
-        "lora",
-        "max_loras",
-        "max_lora_rank",
-        "lora_target_modules",
-    ),
-    "memory and batching": (
-        "max_model_len",
-        "gpu_memory_utilization",
-        "kv_bytes",
-        "num_blocks",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_queue",
-        "enable_prefix_caching",
-        "state_snapshots",
-        "scheduling_policy",
-        "enforce_eager",
-        "threads",
-        "image_cache_bytes",
-        "image_queue_bytes",
-        "max_image_patches",
-    ),
-    "several devices": (
-        "tp",
-        "pp",
-        "ep",
-        "expert_placement",
-        "dp",
-        "step_timeout",
-    ),
-    "generation": (
-        "expert_load",
-        "grammar_seconds",
-        "grammar_cache_bytes",
-        "speculative",
-        "speculative_tokens",
-        "ngram_min",
-        "ngram_max",
-        "seed",
-    ),
-}
-GROUPS = {name: group for group, names in FIELDS_OF_GROUP.items() for name in names}
-
 
 def add(commands: Commands) -> None:
     parser = command(
@@ -80,8 +25,8 @@ def add(commands: Commands) -> None:
     )
     parser.usage = "atomc serve [MODEL] [flags]"
 
-    add_flags(parser, ServerConfig, {})
-    add_flags(parser, EngineConfig, GROUPS)
+    add_flags(parser, ServerConfig)
+    add_flags(parser, EngineConfig)
 
 
 def run(arguments: argparse.Namespace) -> None:

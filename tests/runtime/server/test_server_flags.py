@@ -12,11 +12,10 @@ import pytest
 
 from atomc.cli import _parser, main
 from atomc.cli.foreign_flags import FOREIGN_FLAGS
-from atomc.cli.serve import GROUPS
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.loading.hub import model_folder
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.flags import read_toml, values_of
+from atomc.runtime.server.flags import GROUPS, read_toml, values_of
 
 
 def configs(*argv):
