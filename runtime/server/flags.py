@@ -171,12 +171,12 @@ def _flag(option: "Field[Any]") -> dict[str, Any]:
 
 
 def _help(option: "Field[Any]") -> str:
-    text, default = str(option.metadata["help"]), option.default
+    meaning, default = str(option.metadata["help"]), option.default
     if isinstance(default, bool):
         default = "yes" if default else "no"
     if default not in (MISSING, None, ()):
-        text += f" (default: {default})"
-    return text.replace("%", "%%")
+        meaning += f" (default: {default})"
+    return meaning.replace("%", "%%")
 
 
 def named_value(text: str) -> tuple[str, Any]:
