@@ -1,27 +1,24 @@
 """Gated activations with a quantized result (quantizers: atomc.ops.schemes)."""
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from atomc.ops.activation import silu_and_mul
 from atomc.ops.op import op
 from atomc.ops.op_traits import Kind
-from atomc.ops.schemes import quantized
+from atomc.ops.schemes import SchemeArguments, quantized
 
 
 def _silu_and_mul_quant_shape(
     gate: Tensor,
     up: Tensor,
     scale: Tensor | None = None,
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
+    **scheme: Unpack[SchemeArguments],
 ) -> tuple[Tensor, Tensor]:
     y = gate.new_empty(gate.shape, dtype=torch.result_type(gate, up))
-    return quantized(y, scale, scheme, dtype, group, column_major, rounding, shape_only=True)
+    return quantized(y, scale, shape_only=True, **scheme)
 
 
 @op(kind=Kind.GATE | Kind.QUANTIZE, rows=None, shape=_silu_and_mul_quant_shape)

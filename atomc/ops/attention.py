@@ -16,6 +16,7 @@ from torch import Tensor
 from atomc.ops.formats import FP8
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of, least, state_write
+from atomc.ops.op_shapes import heads_of_values, written_token
 from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
 from atomc.ops.quant import rounded_fp8
 from atomc.ops.state import StateSpec
@@ -59,15 +60,6 @@ def _attention_cost(call: OpCall) -> Work:
     return bytes_of([q, k, v, *call.results]), 2 * math.prod(q.shape[:-3]) * pairs * q.shape[
         -2
     ] * width
-
-
-def _attention_shape(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
-
-
-def _tokens(arguments: Arguments) -> int | torch.SymInt:
-    tokens: int | torch.SymInt = math.prod(arguments["q"].shape[:-2])
-    return tokens
 
 
 def _kv_spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSpec:
@@ -124,10 +116,10 @@ def _read(
     kind=Kind.ATTENTION,
     rows=None,
     cost=_attention_cost,
-    shape=_attention_shape,
+    shape=heads_of_values,
     state=StateBinding(
         handle="kv",
-        tokens=_tokens,
+        tokens=lambda arguments: math.prod(arguments["q"].shape[:-2]),
         spec=_kv_spec,
         form=_paged,
         kept=("k", "v"),
@@ -184,16 +176,12 @@ def loaded_values(cached: Tensor, scale: Tensor | None, dtype: torch.dtype) -> T
     return cached.to(dtype) if scale is None else (cached.to(torch.float32) * scale).to(dtype)
 
 
-def _token(k: Tensor, *_: object, **__: object) -> Tensor:
-    return k.new_empty((0,))
-
-
 @op(
     kind=Kind.STATE_WRITE,
     rows=None,
     cost=state_write,
     mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
-    shape=_token,
+    shape=written_token,
 )
 def kv_write(
     k: Tensor,
@@ -232,13 +220,7 @@ def _paged_attention_cost(call: OpCall) -> Work:
     return moved, 2 * tokens * seen * q.shape[1] * (q.shape[2] + v_cache.shape[3])
 
 
-def _paged_attention_shape(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object, **__: object
-) -> Tensor:
-    return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
-
-
-@op(kind=Kind.ATTENTION, rows=None, cost=_paged_attention_cost, shape=_paged_attention_shape)
+@op(kind=Kind.ATTENTION, rows=None, cost=_paged_attention_cost, shape=heads_of_values)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -10,14 +10,11 @@ from torch import Tensor
 from atomc.ops.norm import add_rms_norm, normed_shape, rms_norm, rounds_once
 from atomc.ops.op import op
 from atomc.ops.op_cost import gather_of_x, sum_of_x
+from atomc.ops.op_shapes import shape_of_x
 from atomc.ops.op_traits import Kind
 
 
-def _all_reduce_shape(x: Tensor, process_group: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@op(kind=Kind.COLLECTIVE, rows=None, shape=_all_reduce_shape, sent=sum_of_x)
+@op(kind=Kind.COLLECTIVE, rows=None, shape=shape_of_x, sent=sum_of_x)
 def all_reduce(x: Tensor, process_group: str) -> Tensor:
     """The sum of x over all processes. x [...] -> [...] in x.dtype. Raises the error of
     torch.distributed for an unknown group.

@@ -4,16 +4,18 @@
 group, as in atomc.ops.collective, `group` the columns per scale.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from atomc.ops.collective import all_reduce
-from atomc.ops.norm import normed_shape, rounds_once
-from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant
+from atomc.ops.norm import rounds_once
+from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant, rms_norm_quant_shape
 from atomc.ops.op import op
 from atomc.ops.op_cost import sum_of_x
 from atomc.ops.op_traits import Kind
-from atomc.ops.schemes import quantized
+from atomc.ops.schemes import SchemeArguments
 
 
 def _allreduce_rms_norm_quant_shape(
@@ -24,19 +26,12 @@ def _allreduce_rms_norm_quant_shape(
     scale: Tensor | None = None,
     style: str = "after",
     *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
     keep: bool = False,
+    **scheme: Unpack[SchemeArguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x.new_empty(x.shape)
-    y = normed_shape(total, weight, style)
-    codes, scales = quantized(
-        y, scale, scheme, dtype, group, column_major, rounding, shape_only=True
-    )
-    return codes, scales, total, y if keep else y.new_empty(0)
+    codes, scales, y = rms_norm_quant_shape(total, weight, eps, scale, style, keep=keep, **scheme)
+    return codes, scales, total, y
 
 
 @op(
@@ -90,19 +85,12 @@ def _allreduce_add_rms_norm_quant_shape(
     scale: Tensor | None = None,
     style: str = "after",
     *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
     keep: bool = False,
+    **scheme: Unpack[SchemeArguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x.new_empty(x.shape) + residual
-    y = normed_shape(total, weight, style)
-    codes, scales = quantized(
-        y, scale, scheme, dtype, group, column_major, rounding, shape_only=True
-    )
-    return codes, scales, total, y if keep else y.new_empty(0)
+    codes, scales, y = rms_norm_quant_shape(total, weight, eps, scale, style, keep=keep, **scheme)
+    return codes, scales, total, y
 
 
 @op(

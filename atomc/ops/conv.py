@@ -5,7 +5,6 @@ T tokens, C channels, K kernel size, S sequences.
 """
 
 import math
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,10 @@ from torch import Tensor, nn
 
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of
-from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
+from atomc.ops.op_shapes import shape_of_x
+from atomc.ops.op_traits import Arguments, Kind
 from atomc.ops.state import StateSpec, rows_of, state_before, state_handle
+from atomc.ops.state_update import replacing_state, updated_by
 
 ACTIVATIONS = ("silu", "none")
 
@@ -46,25 +47,13 @@ def _work(call: OpCall) -> Work:
     return bytes_of(operands), 2 * x.numel * weight.shape[-1]
 
 
-def _update_cost(call: OpCall) -> Work:
-    """Each sequence reads and replaces its state."""
-    moved, operations = _work(call)
-    state, sequences = call["conv_state"], call["state_slots"].shape[0]
-    of_one = math.prod(state.shape[1:]) * state.dtype.itemsize
-    return moved + 2 * sequences * of_one, operations
-
-
-def _empty_result(x: Tensor, *_: object, **__: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 @op(
     kind=Kind.STATE_WRITE,
     rows=None,
-    cost=_update_cost,
+    cost=replacing_state(_work),
     mutates=("conv_state",),
     rounds_once=lambda _: True,
-    shape=_empty_result,
+    shape=shape_of_x,
 )
 def causal_conv1d_update(
     x: Tensor,
@@ -112,11 +101,6 @@ def causal_conv1d_update(
     return out.to(x.dtype).view(x.shape)
 
 
-def _tokens(arguments: Arguments) -> int | torch.SymInt:
-    tokens: int | torch.SymInt = math.prod(arguments["x"].shape[:-1])
-    return tokens
-
-
 def _spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSpec:
     """In the dtype of x: fp8 is for state per token."""
     channels, taps = arguments["weight"].shape
@@ -125,26 +109,15 @@ def _spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSp
     return StateSpec.of(name, "conv", ((taps - 1, channels),), arguments["x"].dtype)
 
 
-def _update(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
-    return causal_conv1d_update(
-        arguments["x"],
-        arguments["weight"],
-        arguments.get("bias"),
-        state["conv_state"],
-        step.query_start,
-        step.seq_lens,
-        step.state_slots,
-        activation=arguments["activation"],
-    )
-
-
 @op(
     kind=Kind.OTHER,
     rows=None,
     cost=_work,
     rounds_once=lambda _: True,
-    shape=_empty_result,
-    state=StateBinding(handle="state", tokens=_tokens, spec=_spec, form=_update),
+    shape=shape_of_x,
+    state=updated_by(
+        causal_conv1d_update, lambda arguments: math.prod(arguments["x"].shape[:-1]), _spec
+    ),
 )
 def causal_conv1d(
     x: Tensor,

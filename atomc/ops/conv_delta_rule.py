@@ -4,8 +4,6 @@ the runtime, so that one kernel can take a whole step of decoding.
 T rows, C channels, H key heads, N value heads, K key width, V value width, S sequences.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from atomc.ops.delta_rule import gated_delta_rule_update
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of
 from atomc.ops.op_traits import Kind
+from atomc.ops.state_update import replacing_state
 
 
 def split_channels(x: Tensor, recurrent_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,15 +28,12 @@ def split_channels(x: Tensor, recurrent_state: Tensor) -> tuple[Tensor, Tensor, 
     )
 
 
-def _cost(call: OpCall) -> Work:
-    """Each sequence reads and replaces both states."""
+def _work(call: OpCall) -> Work:
     read = [call[name] for name in ("x", "weight", "a", "b", "A_log", "dt_bias")]
-    states = [call[name] for name in ("conv_state", "recurrent_state")]
-    of_one = sum(math.prod(state.shape[1:]) * state.dtype.itemsize for state in states)
     (out,) = call.results
     products = 2 * call["x"].numel * call["weight"].shape[-1]
     products = products + 6 * out.numel * call["recurrent_state"].shape[-2]
-    return bytes_of([*read, out]) + 2 * call["state_slots"].shape[0] * of_one, products
+    return bytes_of([*read, out]), products
 
 
 def _values(
@@ -60,7 +56,7 @@ def _values(
 @op(
     kind=Kind.STATE_WRITE,
     rows=None,
-    cost=_cost,
+    cost=replacing_state(_work),
     mutates=("conv_state", "recurrent_state"),
     shape=_values,
 )

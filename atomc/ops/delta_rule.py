@@ -5,7 +5,6 @@ T tokens, H key heads, N value heads, K key width, V value width, S sequences.
 """
 
 import math
-from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of
-from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
+from atomc.ops.op_traits import Arguments, Kind
 from atomc.ops.state import StateSpec, state_before, state_handle
+from atomc.ops.state_update import replacing_state, updated_by
 
 L2_EPS = 1e-6
 
@@ -64,14 +64,6 @@ def _work(call: OpCall) -> Work:
     return bytes_of([*operands, *call.results]), 6 * call["v"].numel * call["k"].shape[-1]
 
 
-def _update_cost(call: OpCall) -> Work:
-    """Each sequence reads and replaces its state."""
-    moved, operations = _work(call)
-    state, sequences = call["recurrent_state"], call["state_slots"].shape[0]
-    of_one = math.prod(state.shape[1:]) * state.dtype.itemsize
-    return moved + 2 * sequences * of_one, operations
-
-
 def _empty_result(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
     return v.new_empty(v.shape)
 
@@ -79,7 +71,7 @@ def _empty_result(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> 
 @op(
     kind=Kind.STATE_WRITE,
     rows=None,
-    cost=_update_cost,
+    cost=replacing_state(_work),
     mutates=("recurrent_state",),
     rounds_once=lambda _: True,
     shape=_empty_result,
@@ -117,31 +109,11 @@ def gated_delta_rule_update(
     return out.view(v.shape)
 
 
-def _tokens(arguments: Arguments) -> int | torch.SymInt:
-    tokens: int | torch.SymInt = math.prod(arguments["v"].shape[:-2])
-    return tokens
-
-
 def _spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSpec:
     """In fp32: errors of a state that is rounded at each token add up."""
     heads, value_dim = arguments["v"].shape[-2:]
     shape = (heads, arguments["k"].shape[-1], value_dim)
     return StateSpec.of(name, "recurrent", (shape,), torch.float32)
-
-
-def _update(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
-    return gated_delta_rule_update(
-        arguments["q"],
-        arguments["k"],
-        arguments["v"],
-        arguments["g"],
-        arguments["beta"],
-        state["recurrent_state"],
-        step.query_start,
-        step.seq_lens,
-        step.state_slots,
-        scale=arguments["scale"],
-    )
 
 
 @op(
@@ -150,7 +122,9 @@ def _update(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields)
     cost=_work,
     rounds_once=lambda _: True,
     shape=_empty_result,
-    state=StateBinding(handle="state", tokens=_tokens, spec=_spec, form=_update),
+    state=updated_by(
+        gated_delta_rule_update, lambda arguments: math.prod(arguments["v"].shape[:-2]), _spec
+    ),
 )
 def gated_delta_rule(
     q: Tensor,

@@ -12,6 +12,7 @@ from atomc.ops.experts import moe_experts
 from atomc.ops.linear import linear
 from atomc.ops.op import op
 from atomc.ops.op_cost import Formula, OpCall, Work, experts_among, sent_to_gather
+from atomc.ops.op_shapes import shape_of_x
 from atomc.ops.op_traits import Kind
 
 functional = torch.ops._c10d_functional
@@ -24,7 +25,7 @@ def _dispatch_shape(
     places: Tensor,
     nowhere: int,
     ranks: int,
-    process_group: str,
+    *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = ranks * x.shape[0]
     return (
@@ -89,27 +90,6 @@ def combine_tokens(partial: Tensor, ranks: int, process_group: str) -> Tensor:
     return waited
 
 
-def _experts_shape(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    places: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    nowhere: int,
-    ranks: int,
-    process_group: str,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _cost_of_experts(call: OpCall) -> Work:
     ranks = call.arguments["ranks"]
     return experts_among(call, ranks * call["w2"].shape[0], ranks * call["x"].shape[0])
@@ -124,7 +104,7 @@ def _sent_by_experts(call: OpCall, processes: Formula) -> Formula:
     kind=Kind.COLLECTIVE | Kind.EXPERTS,
     rows="x",
     cost=_cost_of_experts,
-    shape=_experts_shape,
+    shape=shape_of_x,
     linear=lambda _: linear,
     sent=_sent_by_experts,
 )

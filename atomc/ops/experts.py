@@ -15,6 +15,7 @@ from torch import Tensor
 from atomc.ops.linear import linear
 from atomc.ops.op import op
 from atomc.ops.op_cost import experts
+from atomc.ops.op_shapes import shape_of_x
 from atomc.ops.op_traits import Kind
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
@@ -118,25 +119,7 @@ def sequential_experts(
     return sum_over_experts(ids, applied, len(w13), products, expert)
 
 
-def _experts_shape(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    weight_on_input: bool = False,
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@op(kind=Kind.EXPERTS, rows="x", cost=experts, shape=_experts_shape, linear=lambda _: linear)
+@op(kind=Kind.EXPERTS, rows="x", cost=experts, shape=shape_of_x, linear=lambda _: linear)
 def moe_experts(
     x: Tensor,
     ids: Tensor,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from atomc.ops.formats import FP8
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of, state_write
+from atomc.ops.op_shapes import written_token
 from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
 from atomc.ops.quant import quant_fp8_per_token
 from atomc.ops.state import StateSpec, state_handle
@@ -58,17 +59,17 @@ def _cost(call: OpCall) -> Work:
     return bytes_of([q, call["k"], call["weights"], *call.results]), 2 * pairs * heads * width
 
 
-def _shape(
-    q: Tensor, k: Tensor, weights: Tensor, keys: Tensor | None = None, *, topk: int
-) -> Tensor:
+def _shape(q: Tensor, *_: object, topk: int) -> Tensor:
     return q.new_empty((*q.shape[:-2], topk), dtype=torch.int32)
 
 
-def _token(k: Tensor, *_: object) -> Tensor:
-    return k.new_empty((0,))
-
-
-@op(kind=Kind.STATE_WRITE, rows=None, cost=state_write, mutates=("index_cache",), shape=_token)
+@op(
+    kind=Kind.STATE_WRITE,
+    rows=None,
+    cost=state_write,
+    mutates=("index_cache",),
+    shape=written_token,
+)
 def index_write(k: Tensor, index_cache: Tensor, slots: Tensor) -> Tensor:
     """Write row t of k [..., C] (T rows) to slot slots[t] of the cache; -1 writes nothing.
 
@@ -107,11 +108,7 @@ def _paged_cost(call: OpCall) -> Work:
     return moved, 2 * tokens * seen * heads * width
 
 
-def _paged_shape(q: Tensor, *_: object, topk: int) -> Tensor:
-    return q.new_empty((*q.shape[:-2], topk), dtype=torch.int32)
-
-
-@op(kind=Kind.ATTENTION, rows=None, cost=_paged_cost, shape=_paged_shape)
+@op(kind=Kind.ATTENTION, rows=None, cost=_paged_cost, shape=_shape)
 def paged_index_topk(
     q: Tensor,
     weights: Tensor,
@@ -145,11 +142,6 @@ def paged_index_topk(
     return chosen.view(*q.shape[:-2], topk)
 
 
-def _tokens(arguments: Arguments) -> int | torch.SymInt:
-    tokens: int | torch.SymInt = math.prod(arguments["q"].shape[:-2])
-    return tokens
-
-
 def _spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSpec:
     k = arguments["k"]
     width = k.shape[-1] + (SCALE_BYTES if codes else 0)
@@ -180,7 +172,12 @@ def _paged(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) 
     rows=None,
     cost=_cost,
     shape=_shape,
-    state=StateBinding(handle="keys", tokens=_tokens, spec=_spec, form=_paged),
+    state=StateBinding(
+        handle="keys",
+        tokens=lambda arguments: math.prod(arguments["q"].shape[:-2]),
+        spec=_spec,
+        form=_paged,
+    ),
 )
 def index_topk(
     q: Tensor, k: Tensor, weights: Tensor, keys: Tensor | None = None, *, topk: int

@@ -44,12 +44,10 @@ def _values(
 def _weight_shape(
     weight: Tensor,
     weight_scale: Tensor,
-    zeros: Tensor | None = None,
-    *,
+    *_: object,
     scheme: str,
-    activations: str = "",
-    group: int = 128,
     dtype: torch.dtype | None = None,
+    **__: object,
 ) -> Tensor:
     shape = weight.shape[0], weight.shape[1] * STORED[scheme]
     return weight.new_empty(shape, dtype=dtype or weight_scale.dtype)
@@ -80,15 +78,13 @@ def kv_b_weight(
 
 def _keys_shape(
     weight: Tensor,
-    weight_scale: Tensor,
-    zeros: Tensor | None = None,
-    *,
+    *_: object,
     scheme: str,
-    group: int,
     heads: int,
     nope: int,
     product: str,
     codes: torch.dtype,
+    **__: object,
 ) -> tuple[Tensor, Tensor]:
     lead = heads, weight.shape[1] * STORED[scheme]
     if product == "mxfp4":

@@ -1,6 +1,7 @@
 """Linear layers and embedding look-up."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,11 +9,8 @@ from torch import Tensor
 
 from atomc.ops.op import op
 from atomc.ops.op_cost import lookup, product
+from atomc.ops.op_shapes import rows_of_product
 from atomc.ops.op_traits import Arguments, Kind
-
-
-def linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def stacked_rows(calls: Sequence[Arguments]) -> tuple[str, ...]:
@@ -20,17 +18,18 @@ def stacked_rows(calls: Sequence[Arguments]) -> tuple[str, ...]:
     return ("weight",) if calls[0]["bias"] is None else ("weight", "bias")
 
 
-@op(kind=Kind.LINEAR, rows="x", cost=product, shape=linear_shape, concat=stacked_rows)
+@op(kind=Kind.LINEAR, rows="x", cost=product, shape=rows_of_product, concat=stacked_rows)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias. x [..., K], weight [N, K], bias [N] of one dtype -> [..., N]."""
     return F.linear(x, weight, bias)
 
 
-def _linear_fp32_shape(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
-
-
-@op(kind=Kind.LINEAR, rows="x", cost=product, shape=_linear_fp32_shape)
+@op(
+    kind=Kind.LINEAR,
+    rows="x",
+    cost=product,
+    shape=partial(rows_of_product, out_dtype=torch.float32),
+)
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T in fp32. x [..., K], weight [N, K] of one 16-bit dtype -> [..., N].
     Products of such numbers are exact in fp32, so that kernels differ only in the order of sums.

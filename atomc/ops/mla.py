@@ -15,6 +15,7 @@ from torch import Tensor
 from atomc.ops.attention import stored_values
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of, product, state_write
+from atomc.ops.op_shapes import rows_of_product, written_token
 from atomc.ops.op_traits import Kind
 from atomc.ops.quant import quant_fp8_group, quant_mxfp4
 from atomc.ops.rope import rope
@@ -35,11 +36,7 @@ SPLIT_CAT_SCHEMES = tuple(_SPLIT_CAT_WEIGHTS)
 BMM_SCHEMES = ("fp8", "mxfp4")
 
 
-def _token(kv_c: Tensor, *_: object, **__: object) -> Tensor:
-    return kv_c.new_empty((0,))
-
-
-@op(kind=Kind.STATE_WRITE, rows=None, cost=state_write, mutates=("kv_cache",), shape=_token)
+@op(kind=Kind.STATE_WRITE, rows=None, cost=state_write, mutates=("kv_cache",), shape=written_token)
 def mla_kv_write(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
 ) -> Tensor:
@@ -64,16 +61,7 @@ def _joined(q_nope: Tensor, width: int, q_pe: Tensor, cos: Tensor) -> Tensor:
 
 
 def _mla_rope_kv_write_shape(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None = None,
-    rope_style: str = "neox",
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, *_: object
 ) -> tuple[Tensor, Tensor]:
     return _joined(q_nope, q_nope.shape[-1], q_pe, cos), kv_c.new_empty((0,))
 
@@ -123,19 +111,7 @@ def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
     return (x.transpose(-2, -3) @ weight.transpose(-1, -2)).transpose(-2, -3).contiguous()
 
 
-def _scaled_bmm_fp8_shape(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    *,
-    out_dtype: torch.dtype,
-    group: int = 128,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[1]), dtype=out_dtype)
-
-
-@op(kind=Kind.BMM, rows=None, cost=product, shape=_scaled_bmm_fp8_shape)
+@op(kind=Kind.BMM, rows=None, cost=product, shape=rows_of_product)
 def scaled_bmm_fp8(
     x: Tensor,
     weight: Tensor,
@@ -157,13 +133,7 @@ def scaled_bmm_fp8(
     )
 
 
-def _bmm_mxfp4_shape(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[1]), dtype=out_dtype)
-
-
-@op(kind=Kind.BMM, rows=None, cost=product, shape=_bmm_mxfp4_shape)
+@op(kind=Kind.BMM, rows=None, cost=product, shape=rows_of_product)
 def bmm_mxfp4(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype
 ) -> Tensor:
@@ -196,16 +166,8 @@ def _bmm_rope_kv_write_shape(
     kv_c: Tensor,
     k_pe: Tensor,
     cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None = None,
-    *,
-    scheme: str,
-    rope_style: str = "neox",
-    group: int = 128,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    rounding: str = "even",
+    *_: object,
+    **__: object,
 ) -> tuple[Tensor, Tensor]:
     return _joined(q_nope, weight.shape[1], q_pe, cos), kv_c.new_empty((0,))
 
@@ -267,8 +229,8 @@ def _linear_split_cat_shape(
     k_pe: Tensor,
     *,
     nope: int,
-    scheme: str,
     out_dtype: torch.dtype,
+    **_: object,
 ) -> tuple[Tensor, Tensor]:
     *lead, heads, rotated = k_pe.shape
     k = x.new_empty(

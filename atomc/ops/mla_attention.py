@@ -51,10 +51,8 @@ def _shape(
     latent: Tensor,
     k_rope: Tensor,
     weight: Tensor,
-    kv: Tensor | None = None,
-    *,
-    scale: float,
-    chosen: Tensor | None = None,
+    *_: object,
+    **__: object,
 ) -> Tensor:
     *lead, heads, nope = q_nope.shape
     return q_nope.new_empty((*lead, heads, weight.shape[0] // heads - nope))
@@ -197,11 +195,6 @@ def mla_paged_attention(
     return out.view(*q.shape[:-1], width - nope)
 
 
-def _tokens(arguments: Arguments) -> int | torch.SymInt:
-    tokens: int | torch.SymInt = math.prod(arguments["q_nope"].shape[:-2])
-    return tokens
-
-
 def _latent_spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSpec:
     latent, k_rope = arguments["latent"], arguments["k_rope"]
     width = latent.shape[-1] + k_rope.shape[-1]
@@ -230,7 +223,12 @@ def _paged(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) 
     rows=None,
     cost=_cost,
     shape=_shape,
-    state=StateBinding(handle="kv", tokens=_tokens, spec=_latent_spec, form=_paged),
+    state=StateBinding(
+        handle="kv",
+        tokens=lambda arguments: math.prod(arguments["q_nope"].shape[:-2]),
+        spec=_latent_spec,
+        form=_paged,
+    ),
 )
 def mla_attention(
     q_nope: Tensor,

@@ -4,13 +4,16 @@ the latents of queries and of keys and values (DeepSeek-V2, section 2.1), of one
 x [..., X], y [..., Y], x_weight [X], y_weight [Y].
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from atomc.ops.norm import normed_shape, rms_norm, rounds_once
-from atomc.ops.norm_quant import rms_norm_quant
+from atomc.ops.norm_quant import rms_norm_quant, rms_norm_quant_shape
 from atomc.ops.op import op
 from atomc.ops.op_traits import Kind
+from atomc.ops.schemes import SchemeArguments
 
 
 def _rms_norm_pair_shape(
@@ -40,45 +43,18 @@ def _rms_norm_pair_quant_shape(
     y_scale: Tensor | None = None,
     style: str = "after",
     *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
     quantize_y: bool = True,
     keep_x: bool = False,
     keep_y: bool = False,
+    **scheme: Unpack[SchemeArguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x_codes, x_scales, x_norm = rms_norm_quant(
-        x,
-        x_weight,
-        eps,
-        x_scale,
-        style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        column_major=column_major,
-        rounding=rounding,
-        keep=keep_x,
+    x_parts = rms_norm_quant_shape(x, x_weight, eps, x_scale, style, keep=keep_x, **scheme)
+    y_parts = (
+        rms_norm_quant_shape(y, y_weight, eps, y_scale, style, keep=keep_y, **scheme)
+        if quantize_y
+        else (y.new_empty(0), y.new_empty(0), normed_shape(y, y_weight, style))
     )
-    if not quantize_y:
-        y_norm = normed_shape(y, y_weight, style)
-        return x_codes, x_scales, y.new_empty(0), y.new_empty(0), x_norm, y_norm
-    y_codes, y_scales, y_norm = rms_norm_quant(
-        y,
-        y_weight,
-        eps,
-        y_scale,
-        style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        column_major=column_major,
-        rounding=rounding,
-        keep=keep_y,
-    )
-    return x_codes, x_scales, y_codes, y_scales, x_norm, y_norm
+    return *x_parts[:2], *y_parts[:2], x_parts[2], y_parts[2]
 
 
 @op(
@@ -112,33 +88,14 @@ def rms_norm_pair_quant(
     keep_x, keep_y: the norm is returned, too. What is not returned is empty, [0]. x_scale and
     y_scale [1] fp32 for fp8_static, else None.
     """
-    x_codes, x_scales, x_norm = rms_norm_quant.reference(
-        x,
-        x_weight,
-        eps,
-        x_scale,
-        style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        column_major=column_major,
-        rounding=rounding,
-        keep=keep_x,
+    arguments = SchemeArguments(
+        scheme=scheme, dtype=dtype, group=group, column_major=column_major, rounding=rounding
     )
-    if not quantize_y:
-        y_norm = rms_norm.reference(y, y_weight, eps, style)
-        return x_codes, x_scales, y.new_empty(0), y.new_empty(0), x_norm, y_norm
-    y_codes, y_scales, y_norm = rms_norm_quant.reference(
-        y,
-        y_weight,
-        eps,
-        y_scale,
-        style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        column_major=column_major,
-        rounding=rounding,
-        keep=keep_y,
+    quantized = rms_norm_quant.reference
+    x_parts = quantized(x, x_weight, eps, x_scale, style, keep=keep_x, **arguments)
+    y_parts = (
+        quantized(y, y_weight, eps, y_scale, style, keep=keep_y, **arguments)
+        if quantize_y
+        else (y.new_empty(0), y.new_empty(0), rms_norm.reference(y, y_weight, eps, style))
     )
-    return x_codes, x_scales, y_codes, y_scales, x_norm, y_norm
+    return *x_parts[:2], *y_parts[:2], x_parts[2], y_parts[2]

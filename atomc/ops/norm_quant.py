@@ -5,37 +5,34 @@ The result of the norm is rounded to its dtype before it is quantized, as by the
 dtypes of codes and scales depend on the scheme: atomc.ops.schemes.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from atomc.ops.norm import normed_shape, rms_norm, rounds_once
 from atomc.ops.op import op
 from atomc.ops.op_traits import Kind
-from atomc.ops.schemes import quantized
+from atomc.ops.schemes import SchemeArguments, quantized
 
 
-def _rms_norm_quant_shape(
+def rms_norm_quant_shape(
     x: Tensor,
     weight: Tensor,
     eps: float,
     scale: Tensor | None = None,
     style: str = "after",
     *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
     keep: bool = False,
+    **scheme: Unpack[SchemeArguments],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors as `rms_norm_quant` returns them."""
     y = normed_shape(x, weight, style)
-    codes, scales = quantized(
-        y, scale, scheme, dtype, group, column_major, rounding, shape_only=True
-    )
+    codes, scales = quantized(y, scale, shape_only=True, **scheme)
     return codes, scales, y if keep else y.new_empty(0)
 
 
-@op(kind=Kind.NORM | Kind.QUANTIZE, rows="x", rounds_once=rounds_once, shape=_rms_norm_quant_shape)
+@op(kind=Kind.NORM | Kind.QUANTIZE, rows="x", rounds_once=rounds_once, shape=rms_norm_quant_shape)
 def rms_norm_quant(
     x: Tensor,
     weight: Tensor,
@@ -66,19 +63,12 @@ def _add_rms_norm_quant_shape(
     scale: Tensor | None = None,
     style: str = "after",
     *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
     keep: bool = False,
+    **scheme: Unpack[SchemeArguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = torch.empty_like(x)
-    y = normed_shape(total, weight, style)
-    codes, scales = quantized(
-        y, scale, scheme, dtype, group, column_major, rounding, shape_only=True
-    )
-    return codes, scales, total, y if keep else y.new_empty(0)
+    codes, scales, y = rms_norm_quant_shape(total, weight, eps, scale, style, keep=keep, **scheme)
+    return codes, scales, total, y
 
 
 @op(

@@ -43,22 +43,10 @@ def _masked_scores(scores: Tensor, groups: int, topk_groups: int, group_score: s
 
 
 def _route_shape(
-    logits: Tensor,
-    bias: Tensor | None = None,
-    *,
-    k: int,
-    score: str = "softmax",
-    groups: int = 1,
-    topk_groups: int = 1,
-    group_score: str = "max",
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
+    x: Tensor, *_: object, k: int, dtype: torch.dtype = torch.float32, **__: object
 ) -> tuple[Tensor, Tensor]:
-    shape = (*logits.shape[:-1], k)
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int32)
+    shape = (*x.shape[:-1], k)
+    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=torch.int32)
 
 
 @op(kind=Kind.ROUTE, rows="logits", shape=_route_shape)
@@ -112,32 +100,11 @@ def _route_product(call: OpCall) -> Work:
     return moved, product(call)[1]
 
 
-def _linear_route_shape(
-    x: Tensor,
-    weight: Tensor,
-    linear_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    logits_dtype: torch.dtype,
-    k: int,
-    score: str = "softmax",
-    groups: int = 1,
-    topk_groups: int = 1,
-    group_score: str = "max",
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
-    return _route_shape(x, k=k, dtype=dtype)
-
-
 @op(
     kind=Kind.LINEAR | Kind.ROUTE,
     rows="x",
     cost=_route_product,
-    shape=_linear_route_shape,
+    shape=_route_shape,
 )
 def linear_topk_route(
     x: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 from atomc.ops.experts import gated, sum_over_experts
 from atomc.ops.op import Op, op
 from atomc.ops.op_cost import experts
+from atomc.ops.op_shapes import shape_of_x
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
 from atomc.ops.quant import (
     quant_fp8_group,
@@ -67,36 +68,13 @@ def _expert_bias(bias: Tensor | None, e: int) -> Tensor | None:
     return None if bias is None else bias[e]
 
 
-def _moe_experts_fp8_shape(
-    x: Tensor,
-    x_scale: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    act_scale: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    block: int = 0,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
 @op(
     kind=Kind.EXPERTS,
     rows="x",
     cost=experts,
     quantized_weight=FP8_EXPERTS,
     linear=_linear_fp8,
-    shape=_moe_experts_fp8_shape,
+    shape=shape_of_x,
 )
 def moe_experts_fp8(
     x: Tensor,
@@ -154,34 +132,13 @@ def moe_experts_fp8(
     return sum_over_experts(ids, weights, len(w13), products, expert)
 
 
-def _moe_experts_int8_shape(
-    x: Tensor,
-    x_scale: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
 @op(
     kind=Kind.EXPERTS,
     rows="x",
     cost=experts,
     quantized_weight=INT8_EXPERTS,
     linear=lambda _: scaled_linear_int8,
-    shape=_moe_experts_int8_shape,
+    shape=shape_of_x,
 )
 def moe_experts_int8(
     x: Tensor,
@@ -220,35 +177,13 @@ def moe_experts_int8(
     return sum_over_experts(ids, weights, len(w13), products, expert)
 
 
-def _moe_experts_w4a16_shape(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    w13_zeros: Tensor | None = None,
-    w2_zeros: Tensor | None = None,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    group: int,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 @op(
     kind=Kind.EXPERTS,
     rows="x",
     cost=experts,
     quantized_weight=INT4_EXPERTS,
     linear=lambda _: linear_w4a16,
-    shape=_moe_experts_w4a16_shape,
+    shape=shape_of_x,
 )
 def moe_experts_w4a16(
     x: Tensor,
@@ -300,16 +235,9 @@ def _moe_experts_mxfp4_shape(
     w13: Tensor,
     w13_scale: Tensor,
     w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    *,
+    *_: object,
     out_dtype: torch.dtype,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **__: object,
 ) -> Tensor:
     return x.new_empty((x.shape[0], w2.shape[1]), dtype=out_dtype)
 

@@ -21,6 +21,7 @@ from atomc.ops.formats import (
 )
 from atomc.ops.op import op
 from atomc.ops.op_cost import product
+from atomc.ops.op_shapes import rows_of_product
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
 
 
@@ -77,18 +78,6 @@ NVFP4_WEIGHT = QuantizedWeight(
 )
 
 
-def _scaled_linear_shape(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-
-
 def _stacked_fp8(calls: Sequence[Arguments]) -> tuple[str, ...]:
     """A scale per output is concatenated with its row. One scale per weight must be the same
     parameter in all calls.
@@ -103,7 +92,7 @@ def _stacked_fp8(calls: Sequence[Arguments]) -> tuple[str, ...]:
     rows="x",
     cost=product,
     quantized_weight=FP8_WEIGHT,
-    shape=_scaled_linear_shape,
+    shape=rows_of_product,
     concat=_stacked_fp8,
 )
 def scaled_linear_fp8(
@@ -133,19 +122,6 @@ def fp8_block_values(weight: Tensor, weight_scale: Tensor, block: int) -> Tensor
     return values
 
 
-def _scaled_linear_fp8_block_shape(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    block: int = 128,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-
-
 def _stacked_blocks(calls: Sequence[Arguments]) -> tuple[str, ...] | str:
     block = calls[0]["block"]
     for arguments in calls[:-1]:
@@ -160,7 +136,7 @@ def _stacked_blocks(calls: Sequence[Arguments]) -> tuple[str, ...] | str:
     rows="x",
     cost=product,
     quantized_weight=FP8_BLOCK_WEIGHT,
-    shape=_scaled_linear_fp8_block_shape,
+    shape=rows_of_product,
     concat=_stacked_blocks,
 )
 def scaled_linear_fp8_block(
@@ -193,7 +169,7 @@ def _stacked_int8(calls: Sequence[Arguments]) -> tuple[str, ...]:
     rows="x",
     cost=product,
     quantized_weight=INT8_WEIGHT,
-    shape=_scaled_linear_shape,
+    shape=rows_of_product,
     concat=_stacked_int8,
 )
 def scaled_linear_int8(
@@ -222,18 +198,6 @@ def int4_weight(weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, grou
     return ((codes - offset) * weight_scale.to(torch.float32).unsqueeze(-1)).flatten(-2)
 
 
-def _linear_w4a16_shape(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    group: int,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 def _stacked_int4(calls: Sequence[Arguments]) -> tuple[str, ...]:
     names = ("weight", "weight_scale")
     return _merged_parameters(names if calls[0]["zeros"] is None else (*names, "zeros"), calls)
@@ -244,7 +208,7 @@ def _stacked_int4(calls: Sequence[Arguments]) -> tuple[str, ...]:
     rows="x",
     cost=product,
     quantized_weight=INT4_WEIGHT,
-    shape=_linear_w4a16_shape,
+    shape=rows_of_product,
     concat=_stacked_int4,
 )
 def linear_w4a16(
@@ -276,24 +240,12 @@ def mxfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
     return (values * e8m0_values(scale).unsqueeze(-1)).flatten(-2)
 
 
-def _linear_mxfp4_shape(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-
-
 @op(
     kind=Kind.LINEAR,
     rows="x",
     cost=product,
     quantized_weight=MXFP4_WEIGHT,
-    shape=_linear_mxfp4_shape,
+    shape=rows_of_product,
     concat=_stacked_int8,
 )
 def linear_mxfp4(
@@ -327,16 +279,6 @@ def nvfp4_values(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     return (groups * scale.to(torch.float32).unsqueeze(-1)).flatten(-2) * global_scale
 
 
-def _linear_nvfp4_shape(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 def _stacked_nvfp4(calls: Sequence[Arguments]) -> tuple[str, ...]:
     return _merged_parameters(("weight", "weight_scale", "global_scale"), calls)
 
@@ -346,7 +288,7 @@ def _stacked_nvfp4(calls: Sequence[Arguments]) -> tuple[str, ...]:
     rows="x",
     cost=product,
     quantized_weight=NVFP4_WEIGHT,
-    shape=_linear_nvfp4_shape,
+    shape=rows_of_product,
     concat=_stacked_nvfp4,
 )
 def linear_nvfp4(

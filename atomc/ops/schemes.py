@@ -7,9 +7,12 @@ group, column_major   of fp8_group: columns per scale, and the memory layout of 
 rounding              of mxfp4: how its scales are rounded
 """
 
+from typing import Required, TypedDict
+
 import torch
 from torch import Tensor
 
+from atomc.ops.op import OpFunction
 from atomc.ops.quant import (
     quant_fp8_group,
     quant_fp8_per_token,
@@ -21,14 +24,29 @@ from atomc.ops.quant import (
 SCHEMES = ("fp8_static", "fp8_per_token", "fp8_group", "mxfp4", "int8_per_token")
 
 
+class Attributes(TypedDict, total=False):
+    """The attributes of a scheme, named as arguments of fused ops."""
+
+    group: int
+    dtype: torch.dtype
+    column_major: bool
+    rounding: str
+
+
+class SchemeArguments(Attributes, total=False):
+    """A scheme and its attributes, as arguments of fused ops."""
+
+    scheme: Required[str]
+
+
 def quantized(
     y: Tensor,
     scale: Tensor | None,
     scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    column_major: bool,
-    rounding: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
     *,
     shape_only: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -37,19 +55,17 @@ def quantized(
 
     shape_only: compute only the shapes, on fake tensors. Raises ValueError for an unknown scheme.
     """
-    if scheme == "fp8_static":
-        if scale is None:
-            raise ValueError("quantization scheme 'fp8_static' needs a scale")
-        static = quant_fp8_static if shape_only else quant_fp8_static.reference
-        return static(y, scale, dtype), y.new_empty(0, dtype=torch.float32)
-    if scheme == "fp8_per_token":
-        per_token = quant_fp8_per_token if shape_only else quant_fp8_per_token.reference
-        return per_token(y, dtype)
-    if scheme == "fp8_group":
-        by_group = quant_fp8_group if shape_only else quant_fp8_group.reference
-        return by_group(y, group, column_major, dtype)
-    if scheme == "mxfp4":
-        return (quant_mxfp4 if shape_only else quant_mxfp4.reference)(y, rounding)
-    if scheme == "int8_per_token":
-        return (quant_int8_per_token if shape_only else quant_int8_per_token.reference)(y)
-    raise ValueError(f"quantization scheme {scheme!r} is not one of {SCHEMES}")
+    quantizers: dict[str, tuple[OpFunction[..., Tensor | tuple[Tensor, Tensor]], list[object]]] = {
+        "fp8_static": (quant_fp8_static, [scale, dtype]),
+        "fp8_per_token": (quant_fp8_per_token, [dtype]),
+        "fp8_group": (quant_fp8_group, [group, column_major, dtype]),
+        "mxfp4": (quant_mxfp4, [rounding]),
+        "int8_per_token": (quant_int8_per_token, []),
+    }
+    if scheme not in quantizers:
+        raise ValueError(f"quantization scheme {scheme!r} is not one of {SCHEMES}")
+    if scheme == "fp8_static" and scale is None:
+        raise ValueError("quantization scheme 'fp8_static' needs a scale")
+    op, attributes = quantizers[scheme]
+    results = (op if shape_only else op.reference)(y, *attributes)
+    return results if isinstance(results, tuple) else (results, y.new_empty(0, dtype=torch.float32))

@@ -6,7 +6,6 @@ a column of a head. Head n is in group n // (N // G).
 """
 
 import math
-from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -15,8 +14,10 @@ from torch import Tensor, nn
 
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of
-from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
+from atomc.ops.op_shapes import shape_of_x
+from atomc.ops.op_traits import Arguments, Kind
 from atomc.ops.state import StateSpec, state_before, state_handle
+from atomc.ops.state_update import replacing_state, updated_by
 
 
 def ssm_state(heads: int, head_dim: int, state_size: int) -> nn.Buffer:
@@ -50,11 +51,6 @@ def _scan(
     return torch.stack(rows, -3) if rows else x, state
 
 
-def _tokens(arguments: Arguments) -> int | torch.SymInt:
-    tokens: int | torch.SymInt = math.prod(arguments["x"].shape[:-2])
-    return tokens
-
-
 def _spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSpec:
     shape = (*arguments["x"].shape[-2:], arguments["b"].shape[-1])
     return StateSpec.of(name, "recurrent", (shape,), torch.float32)
@@ -67,24 +63,13 @@ def _work(call: OpCall) -> Work:
     return bytes_of([*read, *call.results]), 6 * x.numel * width
 
 
-def _update_cost(call: OpCall) -> Work:
-    """Each sequence also reads and replaces its state."""
-    moved, operations = _work(call)
-    sequences, state = call["state_slots"].shape[0], call["recurrent_state"]
-    return moved + 2 * sequences * math.prod(state.shape[1:]) * state.dtype.itemsize, operations
-
-
-def _empty_result(x: Tensor, *_: object, **__: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 @op(
     kind=Kind.STATE_WRITE,
     rows=None,
-    cost=_update_cost,
+    cost=replacing_state(_work),
     mutates=("recurrent_state",),
     rounds_once=lambda _: True,
-    shape=_empty_result,
+    shape=shape_of_x,
 )
 def ssm_scan_update(
     x: Tensor,
@@ -125,31 +110,15 @@ def ssm_scan_update(
     return out.to(x.dtype).view(x.shape)
 
 
-def _update(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
-    return ssm_scan_update(
-        arguments["x"],
-        arguments["dt"],
-        arguments["a_log"],
-        arguments["b"],
-        arguments["c"],
-        arguments["d"],
-        arguments["dt_bias"],
-        state["recurrent_state"],
-        step.query_start,
-        step.seq_lens,
-        step.state_slots,
-        dt_min=arguments["dt_min"],
-        dt_max=arguments["dt_max"],
-    )
-
-
 @op(
     kind=Kind.OTHER,
     rows=None,
     cost=_work,
     rounds_once=lambda _: True,
-    shape=_empty_result,
-    state=StateBinding(handle="state", tokens=_tokens, spec=_spec, form=_update),
+    shape=shape_of_x,
+    state=updated_by(
+        ssm_scan_update, lambda arguments: math.prod(arguments["x"].shape[:-2]), _spec
+    ),
 )
 def ssm_scan(
     x: Tensor,

@@ -11,6 +11,7 @@ from torch import Tensor
 from atomc.ops.attention import attention
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of
+from atomc.ops.op_shapes import heads_of_values
 from atomc.ops.op_traits import Kind
 
 
@@ -22,11 +23,7 @@ def _varlen_attention_cost(call: OpCall) -> Work:
     return bytes_of([q, k, v, *call.results]), 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
 
 
-def _varlen_attention_shape(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
-
-
-@op(kind=Kind.ATTENTION, rows=None, cost=_varlen_attention_cost, shape=_varlen_attention_shape)
+@op(kind=Kind.ATTENTION, rows=None, cost=_varlen_attention_cost, shape=heads_of_values)
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float
 ) -> Tensor:

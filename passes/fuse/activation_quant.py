@@ -10,7 +10,8 @@ from typing import Unpack
 from torch import Tensor
 
 from atomc import ops
-from atomc.passes.fuse.quantizers import QUANTIZERS, Attributes, Quantizer
+from atomc.ops.schemes import Attributes
+from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer
 from atomc.rewriting.example import Example, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.ops.op import OpFunction
-from atomc.passes.fuse.quantizers import QUANTIZERS, Attributes, Quantizer
+from atomc.ops.schemes import Attributes
+from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer
 from atomc.rewriting.example import Example, norm_example
 from atomc.rewriting.rewrite import Case, Needs, Rewrite
 

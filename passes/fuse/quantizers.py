@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -10,16 +10,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.ops.formats import FP8, MX_ROUNDINGS
 from atomc.ops.op import OpFunction
+from atomc.ops.schemes import Attributes
 from atomc.rewriting.example import Example, ExampleValue, OneOf, tensor_example
-
-
-class Attributes(TypedDict, total=False):
-    """The attributes of a scheme, named as arguments of fused ops."""
-
-    group: int
-    dtype: torch.dtype
-    column_major: bool
-    rounding: str
 
 
 @dataclass(frozen=True, eq=False)

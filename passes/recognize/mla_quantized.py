@@ -17,7 +17,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.ops.formats import FLOATS
-from atomc.passes.fuse.quantizers import FP8_CODES, QUANTIZERS, Attributes, Quantizer
+from atomc.ops.schemes import Attributes
+from atomc.passes.fuse.quantizers import FP8_CODES, QUANTIZERS, Quantizer
 from atomc.passes.recognize import mla
 from atomc.rewriting.example import Example, ExampleValue, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Needs, Rewrite

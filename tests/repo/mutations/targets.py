@@ -144,7 +144,7 @@ atomc/loading/loader.py | models/test_delta_net_models.py -k 'with_images' | _mo
 atomc/ops/dispatch.py | kernels/moe/test_dispatch.py
 atomc/ops/indexer.py | passes/test_indexer.py -k 'largest_scores' | _chosen
 atomc/ops/kv_b_weight.py | quantization/test_mla_quantized.py -k 'with_a_kernel and fp8-25' | kv_b_keys
-atomc/ops/linear.py | ops/test_ops.py -k 'formulas or linear_fp32' | _linear_fp32_shape linear_fp32
+atomc/ops/linear.py | ops/test_ops.py -k 'formulas or linear_fp32' | linear_fp32
 atomc/ops/op_cost.py | planning/test_plan_collectives.py planning/test_plan_experts.py | experts_among sent_to_gather sent_to_sum
 atomc/ops/scaled_linear.py | quantization/test_quant_nvfp4.py -k 'merged'
 atomc/ops/ssm.py | ops/test_ssm_scan.py | time_steps
