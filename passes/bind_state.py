@@ -31,6 +31,7 @@ from atomc.graph.canonical import value
 from atomc.graph.edit import add_input, infer, nodes_between
 from atomc.graph.expressions import Size
 from atomc.graph.node_record import NodeRecord, origins_of, set_record
+from atomc.graph.op_call import kind_of
 from atomc.graph.provenance import module_path, source_line
 from atomc.ops.formats import FP8
 from atomc.ops.inputs import GraphInput, StateInput, StepInput
@@ -130,9 +131,7 @@ def _kept(site: _StatefulCall) -> object:
 
 def _token(nodes: Sequence[Node]) -> Node:
     """The node that writes the state, of those that replaced a call."""
-    return next(
-        node for node in nodes if (op := op_of(node.target)) and Kind.STATE_WRITE in op.kind
-    )
+    return next(node for node in nodes if Kind.STATE_WRITE in kind_of(node))
 
 
 def _given(op: Op, node: Node) -> dict[str, Argument]:

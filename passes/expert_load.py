@@ -16,8 +16,8 @@ from torch.fx.node import Argument
 from atomc import ops
 from atomc.graph.canonical import value
 from atomc.graph.edit import add_input, insert
-from atomc.graph.node_record import NodeRecord, record_of, step_input
-from atomc.graph.op_call import arguments_of
+from atomc.graph.node_record import NodeRecord, record_of, step_node
+from atomc.graph.op_call import arguments_of, kind_of
 from atomc.graph.provenance import module_path
 from atomc.ops.inputs import ExpertCounts
 from atomc.ops.op import op_of
@@ -30,22 +30,10 @@ def expert_load(gm: GraphModule, context: Context) -> Outcome:
     """Count the ids of each op of experts."""
     if not context.options.expert_load:
         return Outcome()
-    inputs = gm.graph.find_nodes(op="placeholder")
-    slots = next(
-        (
-            node
-            for node in inputs
-            if (runtime_input := step_input(node)) and runtime_input.field == "slots"
-        ),
-        None,
-    )
+    slots = step_node(gm.graph, "slots")
     if slots is None:
         return Outcome(notes=["expert_load: no layer has state per token, nothing is counted"])
-    sites = [
-        node
-        for node in gm.graph.nodes
-        if (op := op_of(node.target)) is not None and Kind.EXPERTS in op.kind
-    ]
+    sites = [node for node in gm.graph.nodes if Kind.EXPERTS in kind_of(node)]
     return Outcome(fired=[_counted(node, slots, number) for number, node in enumerate(sites)])
 
 

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, Target
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
+from atomc.graph.sizes import known_equal, same_sizes
 from atomc.graph.strides import same_strides
 from atomc.ops.formats import FLOATS
 from atomc.rewriting.graph_pass import Context, Outcome
@@ -205,7 +205,7 @@ def _patch(graph: Graph, node: Node) -> Lifted:
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     arguments = _arguments(node, names, bias=None, padding=0, dilation=1, groups=1)
     x, weight = _fake(arguments["input"]), _fake(arguments["weight"])
-    if x.dim() != weight.dim() or not all(map(known_equal, x.shape[2:], weight.shape[2:])):
+    if not same_sizes(x.shape[2:], weight.shape[2:]):
         return None
     if (
         arguments["groups"] != 1

@@ -8,7 +8,6 @@ merged layers get one op. A quantized layer's adapter reads the input before qua
 adapters are graph inputs, which the program owns.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,7 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 from atomc import ops
 from atomc.graph.canonical import value
 from atomc.graph.edit import add_input, infer
-from atomc.graph.node_record import NodeRecord, record_of, step_input
+from atomc.graph.node_record import NodeRecord, record_of, step_node
+from atomc.graph.op_call import quantizer_of
 from atomc.graph.provenance import inherited, layer_of, module_path
 from atomc.ops.inputs import GraphInput, LoraShape, LoraWeights, StepInput
 from atomc.ops.op import op_of
@@ -83,10 +83,7 @@ def _input(node: Node) -> Node | None:
     """The input of a linear layer, before it was quantized; None if it is not in the graph."""
     x = node.args[0]
     assert isinstance(x, Node)
-    quantizer = x.args[0] if x.target is operator.getitem else x
-    op = op_of(quantizer.target) if isinstance(quantizer, Node) else None
-    if op is not None and op.kind is Kind.QUANTIZE:
-        assert isinstance(quantizer, Node)
+    if (quantizer := quantizer_of(x)) is not None:
         x = quantizer.args[0]
         assert isinstance(x, Node)
     return x if value(x).dtype == value(node).dtype else None
@@ -94,13 +91,8 @@ def _input(node: Node) -> Node | None:
 
 def _rows(graph: Graph) -> Node:
     """The graph input with the adapter of each row of the step."""
-    ids = next(
-        node
-        for node in graph.find_nodes(op="placeholder")
-        if (field_input := step_input(node))
-        and field_input.field in ("input_ids", "hidden")
-        and field_input.dim is None
-    )
+    ids = step_node(graph, "input_ids", "hidden")
+    assert ids is not None
     tokens, device = value(ids).shape[0], value(ids).device
     rows = partial(torch.empty, tokens, dtype=torch.int32, device=device)
     return _graph_input(graph, StepInput("lora_rows"), rows)

@@ -9,14 +9,14 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
 
-from atomc import ops
-from atomc.graph.canonical import arguments_of, value
+from atomc.graph.canonical import value
 from atomc.graph.edit import add_input
 from atomc.graph.node_record import NodeRecord, record_of, set_record
-from atomc.ops.op import Attribute, Extra
+from atomc.graph.op_call import OpCall, op_call
+from atomc.ops.op import Attribute, Extra, Kernel
 from atomc.ops.op_traits import Kind
 from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.rewrite import Fired
@@ -31,58 +31,53 @@ def lower(gm: GraphModule, context: Context) -> Outcome:
     extras: dict[Hashable, Node] = {}
     shared: dict[Hashable, Node] = {}
     for node in list(gm.graph.nodes):
-        op = ops.op_of(node.target)
-        if op is None:
+        called = op_call(node)
+        if called is None:
             continue
         kernel = context.choose(node)
         if kernel is None:
-            node.target = op.reference
+            node.target = called.op.reference
         else:
-            _call_kernel(gm.graph, node, op, kernel, extras, shared)
+            _call_kernel(called, kernel, extras, shared)
         provider = "" if kernel is None else kernel.provider
-        set_record(node, replace(record_of(node), op=op.name, kernel=provider))
-        fired.append(Fired("lower", node, {"op": op.name}))
+        set_record(node, replace(record_of(node), op=called.op.name, kernel=provider))
+        fired.append(Fired("lower", node, {"op": called.op.name}))
     records = map(record_of, extras.values())
     return Outcome(fired, extras=[record.extra for record in records if record.extra is not None])
 
 
 def _call_kernel(
-    graph: Graph,
-    node: Node,
-    op: ops.Op,
-    kernel: ops.Kernel,
-    extras: dict[Hashable, Node],
-    shared: dict[Hashable, Node],
+    called: OpCall, kernel: Kernel, extras: dict[Hashable, Node], shared: dict[Hashable, Node]
 ) -> None:
+    node, op, graph = called.node, called.op, called.node.graph
     arguments = op.signature.bind(*node.args, **node.kwargs).arguments
-    every = op.bind(*node.args, **node.kwargs)
-    attributes = tuple((name, _plain(every[name])) for name in kernel.attributes)
+    attributes = tuple((name, _plain(called.arguments[name])) for name in kernel.attributes)
     added: dict[str, Node] = {}
+
+    def extra_input(key: Hashable, extra: Extra) -> Node:
+        """The graph input of an extra, which calls with an equal key share."""
+        if key not in extras:
+            extras[key] = add_input(graph, f"{extra.kind}_{len(extras)}", NodeRecord())
+            named = replace(extra, name=extras[key].name)
+            set_record(extras[key], NodeRecord(extra=named))
+        return extras[key]
+
     for names, prepare in kernel.prepares.items():
         weights = [arguments.get(name) for name in names]
         if weights[0] is None:
             continue
-        key: Hashable = (*weights, prepare, attributes)
-        if key not in extras:
-            extras[key] = add_input(graph, f"prepared_{len(extras)}", NodeRecord())
-            extra = Extra(
-                "prepared",
-                extras[key].name,
-                prepare,
-                tuple(weight.name if weight is not None else None for weight in weights),
-                attributes,
-                _bytes_of_results(node) if Kind.WEIGHT in op.kind else None,
-                kernel.keeps_original,
-            )
-            set_record(extras[key], NodeRecord(extra=extra))
-        added[names[0]] = extras[key]
+        extra = Extra(
+            "prepared",
+            "",
+            prepare,
+            tuple(weight.name if weight is not None else None for weight in weights),
+            attributes,
+            _bytes_of_results(node) if Kind.WEIGHT in op.kind else None,
+            kernel.keeps_original,
+        )
+        added[names[0]] = extra_input((*weights, prepare, attributes), extra)
     if kernel.plan is not None:
-        key = kernel.plan
-        if key not in extras:
-            extras[key] = add_input(graph, f"plan_{len(extras)}", NodeRecord())
-            extra = Extra("plan", extras[key].name, kernel.plan)
-            set_record(extras[key], NodeRecord(extra=extra))
-        added["plan"] = extras[key]
+        added["plan"] = extra_input(kernel.plan, Extra("plan", "", kernel.plan))
     with graph.inserting_before(node):
         if kernel.workspace is not None:
             size = graph.call_function(kernel.workspace, node.args, dict(node.kwargs))
@@ -93,7 +88,7 @@ def _call_kernel(
             for part in (size, added["workspace"]):
                 set_record(part, NodeRecord(kernel=kernel.provider))
         if kernel.shared is not None:
-            constants = kernel.shared.constants(**arguments_of(node, op))
+            constants = kernel.shared.constants(**called.values)
             operands = (*map(arguments.get, kernel.shared.inputs), *constants)
             key = (kernel.shared.function, *operands)
             if key not in shared:

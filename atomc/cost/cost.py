@@ -13,23 +13,21 @@ graph.
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import sympy
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from atomc.cost.router import num_experts_of, router_of
-from atomc.graph.canonical import Value, arguments_of, call, value
+from atomc.graph.canonical import Value, call, value
 from atomc.graph.expressions import expression
+from atomc.graph.op_call import op_call
 from atomc.graph.provenance import layer_of, module_path, source_line
 from atomc.graph.step_symbols import C, N, symbols_of
 from atomc.graph.views import ZERO_COST, name_of, schema_name, storage_node, view_base
 from atomc.ops.op import op_of
 from atomc.ops.op_cost import Formula, OpCall, Operand, Work, lookup, read_and_write
 from atomc.ops.op_traits import Kind
-
-T = TypeVar("T")
 
 # Matrix products of PyTorch -> the index of the operand that is the first matrix.
 PRODUCTS = {
@@ -90,35 +88,26 @@ def _work(node: Node) -> Work:
 
 def call_of(node: Node) -> OpCall:
     """The call of a node with symbolic sizes; the call of an ATen op has no named arguments."""
-    op = op_of(node.target)
-    bound = op.bind(*node.args, **node.kwargs) if op is not None else {}
-    arguments = {
-        name: _operand(value(x) if isinstance(x, Node) else x) for name, x in bound.items()
-    }
+    called = op_call(node)
+    values = {} if called is None else called.values
+    arguments = {name: _operand_of(x) if isinstance(x, Tensor) else x for name, x in values.items()}
     reads, results = (
         tuple(map(_operand_of, tensors)) for tensors in (_reads(node), _results(node))
     )
-    mutates = op.mutates if op is not None else ()
+    mutates = () if called is None else called.op.mutates
     return OpCall(arguments, mutates, reads, results, C, _chosen_among(node))
 
 
 def _chosen_among(node: Node) -> int | None:
     """Among how many experts the ids of an op of experts choose, if it has fewer of them."""
-    op = op_of(node.target)
-    if op is None or Kind.EXPERTS not in op.kind:
+    called = op_call(node)
+    if called is None or Kind.EXPERTS not in called.op.kind:
         return None
-    bound = op.bind(*node.args, **node.kwargs)
-    router = router_of(bound["ids"])
+    router = router_of(called["ids"])
     among = None if router is None else num_experts_of(router)
-    weight = bound["w2"]
-    assert isinstance(weight, Node)
-    held = value(weight).shape[0]
+    held = value(called["w2"]).shape[0]
     fewer = among is not None and isinstance(held, int) and held < among
     return among if fewer else None
-
-
-def _operand(argument: T) -> T | Operand:
-    return _operand_of(argument) if isinstance(argument, Tensor) else argument
 
 
 def _operand_of(tensor: Tensor) -> Operand:
@@ -165,11 +154,11 @@ def _sent(node: Node) -> Formula:
 
 def _rate(node: Node) -> int:
     """The rate of the products of a linear with a quantized weight; 1 for all other nodes."""
-    op = op_of(node.target)
-    if op is None or op.quantized_weight is None:
+    called = op_call(node)
+    if called is None or called.op.quantized_weight is None:
         return 1
-    args = arguments_of(node, op)
-    weight = op.weight_of(args)
+    args = called.values
+    weight = called.op.weight_of(args)
     assert weight is not None
     return weight.rate(args) if callable(weight.rate) else weight.rate
 

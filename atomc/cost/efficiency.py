@@ -18,7 +18,7 @@ import sympy
 
 from atomc.ops.op import REGISTRY
 from atomc.platform import Platform
-from atomc.report.records import KernelChoice, OpCost
+from atomc.report.records import KernelChoice, OpCost, grouped_by
 from atomc.token_range import Tokens
 
 SHIPPED = Path(__file__).with_suffix(".json")
@@ -255,13 +255,10 @@ def fit(
     """A row for each op, kernel and measured number of tokens; ranges are split at the geometric
     mean of two numbers.
     """
-    groups: dict[tuple[str, str], dict[int, list[Timing]]] = {}
-    for timing in timings:
-        groups.setdefault((timing.op, timing.kernel), {}).setdefault(timing.tokens, []).append(
-            timing
-        )
+    groups = grouped_by(lambda timing: (timing.op, timing.kernel), timings)
     rows = []
-    for (op, kernel), by_tokens in sorted(groups.items()):
+    for op, kernel in sorted(groups):
+        by_tokens = grouped_by(lambda timing: timing.tokens, groups[op, kernel])
         measured = sorted(by_tokens)
         for (first, last), tokens in zip(_ranges(measured), measured, strict=True):
             points = by_tokens[tokens]

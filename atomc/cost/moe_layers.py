@@ -6,10 +6,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from atomc.cost.router import router_of
-from atomc.graph.canonical import arguments_of
 from atomc.graph.node_record import record_of
+from atomc.graph.op_call import OpCall, arguments_of, op_call
 from atomc.graph.provenance import layer_of, module_path
-from atomc.ops.op import Op, op_of
 from atomc.ops.op_traits import Arguments, Kind
 from atomc.report.records import MoeLayer
 
@@ -17,22 +16,22 @@ from atomc.report.records import MoeLayer
 def moe_layers(gm: GraphModule) -> list[MoeLayer]:
     """One for each op of experts, in the order of the graph before lowering."""
     return [
-        _moe_layer(node, op)
-        for node in gm.graph.nodes
-        if (op := op_of(node.target)) and Kind.EXPERTS in op.kind
+        _moe_layer(called)
+        for called in filter(None, map(op_call, gm.graph.nodes))
+        if Kind.EXPERTS in called.op.kind
     ]
 
 
-def _moe_layer(node: Node, op: Op) -> MoeLayer:
-    args = arguments_of(node, op)
+def _moe_layer(called: OpCall) -> MoeLayer:
+    node, args = called.node, called.values
     stored = {name: x for name, x in args.items() if _is_stored(name, x)}
-    if weight := op.weight_of(args):
+    if weight := called.op.weight_of(args):
         codes, scheme = weight.codes, f"{weight.format}, {weight.scales(args)}"
     else:
         codes, scheme = 1, str(args["w13"].dtype).removeprefix("torch.")
     multiplied = [math.prod(stored[name].shape) * codes for name in ("w13", "w2")]
     biases = [math.prod(x.shape) for name, x in stored.items() if name in ("b13", "b2")]
-    path, router = module_path(node), router_of(op.bind(*node.args, **node.kwargs)["ids"])
+    path, router = module_path(node), router_of(called["ids"])
     texts = [] if router is None else [_text(router)]
     if shared := record_of(node).shared_experts:
         texts.append(f"{shared} shared")
@@ -56,9 +55,7 @@ def _is_stored(name: str, argument: object) -> bool:
 
 def _text(router: Node) -> str:
     """How a router chooses and weights experts, in the order in which it computes."""
-    op = op_of(router.target)
-    assert op is not None
-    settings: Arguments = op.bind(*router.args, **router.kwargs)
+    settings: Arguments = arguments_of(router)
     parts = [settings["score"].replace("_", " ")]
     parts += ["biased choice"] if settings["bias"] is not None else []
     if settings["groups"] > 1:

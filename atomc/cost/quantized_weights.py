@@ -2,25 +2,26 @@
 
 import math
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from atomc.graph.canonical import arguments_of, value
+from atomc.graph.canonical import value
+from atomc.graph.op_call import OpCall, op_call
 from atomc.graph.provenance import layer_of, module_path
-from atomc.ops.op import REGISTRY, Op, op_of
+from atomc.ops.op import REGISTRY, Op
 from atomc.report.records import QuantizedWeightSize
 
 
 def quantized_weights(gm: GraphModule) -> list[QuantizedWeightSize]:
     """One for each op with a quantized weight, in the order of the graph before lowering."""
     return [
-        _size_of(node, op)
-        for node in gm.graph.nodes
-        if (op := op_of(node.target)) and op.quantized_weight
+        _size_of(called)
+        for called in filter(None, map(op_call, gm.graph.nodes))
+        if called.op.quantized_weight
     ]
 
 
-def _size_of(node: Node, op: Op) -> QuantizedWeightSize:
-    args = arguments_of(node, op)
+def _size_of(called: OpCall) -> QuantizedWeightSize:
+    node, op, args = called.node, called.op, called.values
     weight = op.weight_of(args)
     assert weight is not None
     out = value(node)[0] if isinstance(value(node), tuple | list) else value(node)

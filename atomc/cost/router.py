@@ -4,20 +4,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from atomc.graph.canonical import value
-from atomc.ops.op import op_of
+from atomc.graph.op_call import arguments_of, kind_of
 from atomc.ops.op_traits import Kind
 
 
-def router_of(ids: object) -> Node | None:
+def router_of(ids: Node) -> Node | None:
     """The router whose result these ids are, cast, viewed, or sent by other processes; None if they
     are more than that.
     """
-    assert isinstance(ids, Node)
     node = ids
-    while (op := op_of(node.target)) is None or Kind.ROUTE not in op.kind:
-        sent = None
-        if op is not None and Kind.COLLECTIVE in op.kind:
-            sent = op.bind(*node.args, **node.kwargs).get("ids")
+    while Kind.ROUTE not in kind_of(node):
+        sent = arguments_of(node).get("ids") if Kind.COLLECTIVE in kind_of(node) else None
         if isinstance(sent, Node):
             node = sent
             continue
@@ -29,9 +26,7 @@ def router_of(ids: object) -> Node | None:
 
 def num_experts_of(router: Node) -> int | None:
     """Among how many experts it chooses; None if that is not a number of the graph."""
-    op = op_of(router.target)
-    assert op is not None
-    args = op.bind(*router.args, **router.kwargs)
+    args = arguments_of(router)
     logits, weight = args.get("logits"), args.get("weight")
     size = None
     if isinstance(logits, Node) and isinstance(value(logits), Tensor):

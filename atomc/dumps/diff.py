@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from atomc.graph.provenance import layer_of
-from atomc.report.records import spans
+from atomc.report.records import grouped_by, spans
 from atomc.report.render.table import collapsed
 
 _STAGE = re.compile(r"(\d+)_(\w+)\.py")
@@ -287,9 +287,7 @@ def _read_by(lines: Sequence[DumpLine], read: int | str) -> str:
 
 def _grouped(sign: str, lines: Sequence[DumpLine]) -> list[str]:
     """The lines; those that differ only in their layer once, with the layers."""
-    groups: dict[str, list[DumpLine]] = {}
-    for line in lines:
-        groups.setdefault(f"{line.says}  {collapsed(line.path)}".rstrip(), []).append(line)
+    groups = grouped_by(lambda line: f"{line.says}  {collapsed(line.path)}".rstrip(), lines)
     shown = []
     for text, same in groups.items():
         layers = spans(layer for line in same if (layer := layer_of(line.path)) is not None)

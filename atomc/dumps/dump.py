@@ -23,10 +23,11 @@ from torch.fx.node import Argument, Target
 from atomc.dumps.replay import RECORDED
 from atomc.graph.canonical import input_name
 from atomc.graph.expressions import Size, expression
-from atomc.graph.node_record import record_of, step_input
+from atomc.graph.node_record import record_of, step_node
+from atomc.graph.op_call import kind_of
 from atomc.graph.provenance import module_path
 from atomc.ops.inputs import StateInput, StepInput
-from atomc.ops.op import REGISTRY, op_of
+from atomc.ops.op import REGISTRY
 from atomc.ops.op_traits import Kind
 
 # The value of a size without a hint.
@@ -264,10 +265,10 @@ class _Inputs:
     """Generates the inputs of a graph."""
 
     def __init__(self, graph: Graph):
-        self.placeholders = graph.find_nodes(op="placeholder")
+        self.graph = graph
 
     def recipes(self, names: dict[str, str]) -> Iterator[tuple[str, str]]:
-        for node in self.placeholders:
+        for node in self.graph.find_nodes(op="placeholder"):
             # Each range of token counts has its own prepared weights.
             if node.name not in names or record_of(node).extra is not None:
                 yield node.name, self._recipe(node)
@@ -297,11 +298,10 @@ class _Inputs:
         the program.
         """
         value = node.meta["val"]
-        slots = self._field("slots")
-        rows = slots if slots is not None else self._field("input_ids")
-        if rows is None or self._field("seq_lens") is None:  # not compiled for the runtime
+        rows = step_node(self.graph, "slots") or step_node(self.graph, "input_ids")
+        if rows is None or step_node(self.graph, "seq_lens") is None:  # not for the runtime
             return None
-        T = _concrete(rows.shape[-1])
+        T = _concrete(rows.meta["val"].shape[-1])
         on = _device_argument(value)
         match record_of(node).input:
             case StepInput("slots"):
@@ -327,17 +327,6 @@ class _Inputs:
                 )
         return None
 
-    def _field(self, field: str) -> Tensor | None:
-        """The fake value of the input that is this tensor of the step, None if there is none."""
-        return next(
-            (
-                node.meta["val"]
-                for node in self.placeholders
-                if (of := step_input(node)) and of.field == field and of.dim is None
-            ),
-            None,
-        )
-
 
 _VIEWS = (
     "view",
@@ -361,10 +350,8 @@ def _index_bound(node: Node) -> int | None:
     for reader in node.users:
         schema = getattr(reader.target, "_schema", None)
         name = schema.name.partition("::")[2] if schema is not None else ""
-        op, args = op_of(reader.target), reader.args
-        if (
-            op is not None and op.kind is Kind.LOOKUP
-        ) or reader.target is torch.ops.aten.embedding.default:
+        args, embedding = reader.args, torch.ops.aten.embedding.default
+        if kind_of(reader) is Kind.LOOKUP or reader.target is embedding:
             table = args[1] if args[0] is node else args[0]
             bounds.append(_rows(table, 0))
         elif name in ("index_select", "gather"):

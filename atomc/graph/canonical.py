@@ -20,8 +20,7 @@ from atomc.graph.expressions import expression
 from atomc.graph.node_record import record_of
 from atomc.graph.sizes import known_equal
 from atomc.ops.formats import HALVES
-from atomc.ops.op import Op, op_of
-from atomc.ops.op_traits import Arguments
+from atomc.ops.op import op_of
 
 COMMUTATIVE = frozenset(
     {"add", "mul", "maximum", "minimum", "eq", "ne", "bitwise_and", "bitwise_or"}
@@ -80,12 +79,6 @@ class Call:
 def value(node: Node) -> Any:
     """The fake value of a node (a Value)."""
     return node.meta.get("val")
-
-
-def arguments_of(node: Node, op: Op) -> Arguments:
-    """The arguments of a call of an op by parameter, nodes by their fake values."""
-    bound = op.bind(*node.args, **node.kwargs)
-    return {name: value(x) if isinstance(x, Node) else x for name, x in bound.items()}
 
 
 def dim_of(attr: Attr) -> int:

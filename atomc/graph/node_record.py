@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from atomc.graph.variable_float import FloatInput
 from atomc.ops.inputs import GraphInput, StateInput, StepInput
@@ -61,6 +61,18 @@ def origins_of(node: Node) -> frozenset[str]:
 def step_input(node: Node) -> StepInput | None:
     graph_input = record_of(node).input
     return graph_input if isinstance(graph_input, StepInput) else None
+
+
+def step_node(graph: Graph, *fields: str) -> Node | None:
+    """The first graph input that is one of these tensors of the step, or None."""
+    return next(
+        (
+            node
+            for node in graph.find_nodes(op="placeholder")
+            if (of := step_input(node)) and of.field in fields and of.dim is None
+        ),
+        None,
+    )
 
 
 def is_cache(node: Node) -> bool:

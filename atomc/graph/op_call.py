@@ -1,5 +1,6 @@
 """Calls of ops, with their arguments by name."""
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import BoundArguments
@@ -9,7 +10,7 @@ from torch.fx.node import Argument
 
 from atomc.graph.canonical import value
 from atomc.ops.op import Op, op_of
-from atomc.ops.op_traits import Arguments
+from atomc.ops.op_traits import Arguments, Kind
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,18 @@ def op_call(node: Node) -> OpCall | None:
     """None for a node that calls no op."""
     op = op_of(node.target)
     return None if op is None else OpCall(op, node, op.bind(*node.args, **node.kwargs))
+
+
+def kind_of(node: Node) -> Kind:
+    """What the op that a node calls computes; no kind for another node."""
+    op = op_of(node.target)
+    return Kind(0) if op is None else op.kind
+
+
+def quantizer_of(codes: Node) -> Node | None:
+    """The call of the quantizer that has these codes or scales as a result, or None."""
+    source = codes.args[0] if codes.target is operator.getitem else codes
+    return source if isinstance(source, Node) and kind_of(source) is Kind.QUANTIZE else None
 
 
 def called_op(node: Node) -> Op:

@@ -24,9 +24,12 @@ def known_equal(a: "int | torch.SymInt | sympy.Expr", b: "int | torch.SymInt | s
 
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True only if the two shapes are equal for every value of their symbols."""
-    return a.dim() == b.dim() and all(
-        known_equal(m, n) for m, n in zip(a.shape, b.shape, strict=True)
-    )
+    return same_sizes(a.shape, b.shape)
+
+
+def same_sizes(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:
+    """True only if the numbers of sizes and all sizes are equal, as in known_equal."""
+    return len(a) == len(b) and all(map(known_equal, a, b))
 
 
 def spell_shape(shape: Sequence[object]) -> str:

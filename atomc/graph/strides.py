@@ -11,7 +11,7 @@ from torch.fx.node import Argument
 
 from atomc.graph.canonical import Value, value
 from atomc.graph.expressions import expression
-from atomc.graph.sizes import known_equal
+from atomc.graph.sizes import known_equal, same_sizes
 from atomc.torch_compat.tracing import fake_mode_of, without_new_guards
 
 aten = torch.ops.aten
@@ -134,5 +134,5 @@ def same_strides(a: Value, b: Value) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return all(map(same_strides, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return all(known_equal(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))
+        return same_sizes(a.stride(), b.stride())
     return not isinstance(a, Tensor | list | tuple)  # numbers have no strides

@@ -16,7 +16,7 @@ from typing import Literal, TypedDict
 
 from atomc.errors import ContractError, OptionsError, suggestion
 from atomc.options import Options
-from atomc.report.records import spans
+from atomc.report.records import counted, spans
 from atomc.report.report import Report
 
 log = logging.getLogger("atomc")
@@ -223,9 +223,7 @@ def _changes(old: GraphCounts, new: GraphCounts, report: Report) -> list[str]:
     for op in sorted(old["kernels"].keys() | new["kernels"].keys()):
         was, became = old["kernels"].get(op, {}), new["kernels"].get(op, {})
         if was != became:
-            changes.append(f"{op}: {_spell(was)} became {_spell(became)}")
+            changes.append(
+                f"{op}: {counted(was) or 'nothing'} became {counted(became) or 'nothing'}"
+            )
     return changes
-
-
-def _spell(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} x{count}" for name, count in counts.items()) or "nothing"

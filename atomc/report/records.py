@@ -1,11 +1,32 @@
 """The records of a report as plain dataclasses: rewrites, near misses, kernels, costs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from atomc.errors import first_line
 from atomc.files.json_types import JSONLike
+
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+
+
+def grouped_by(key: Callable[[Item], Key], items: Iterable[Item]) -> dict[Key, list[Item]]:
+    """The items by their keys, both in the order of the items."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def located(module_path: str, source: str = "") -> str:
+    """ "model.layers.0.mlp (model.py:12)"; "the graph" for an empty path."""
+    return (module_path or "the graph") + (f" ({source})" if source else "")
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """ "triton x2, torch x1"."""
+    return ", ".join(f"{name} x{count}" for name, count in counts.items())
 
 
 @dataclass(frozen=True)
@@ -43,11 +64,9 @@ class Miss:
     nodes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        where = self.module_path or "the graph"
-        line = f" ({self.source})" if self.source else ""
         return (
-            f"{self.rewrite} in {where}{line}, {self.depth:.0%} there: expected "
-            f"{self.expected}; found {self.found}"
+            f"{self.rewrite} in {located(self.module_path, self.source)}, {self.depth:.0%} there: "
+            f"expected {self.expected}; found {self.found}"
         )
 
 

@@ -21,6 +21,7 @@ from atomc.report.records import (
     QuantizedWeightSize,
     Site,
     Stage,
+    counted,
     spans,
 )
 
@@ -237,7 +238,7 @@ def _kernels_text(choices: Sequence[KernelChoice]) -> str:
     refused = {refusal for choice in choices for refusal in choice.refused}
     text = ""
     if counts:
-        text += "; runs as " + ", ".join(f"{name} x{count}" for name, count in counts.most_common())
+        text += f"; runs as {counted(dict(counts.most_common()))}"
     if refused:
         text += "; refused: " + "; ".join(
             f"{provider}: {reason}" for provider, reason in sorted(refused)

@@ -16,6 +16,7 @@ from atomc.errors import first_line
 from atomc.ops.op import REGISTRY, Kernel, Op, Refusal, Results, refusal
 from atomc.ops.op_traits import Kind
 from atomc.platform import Platform
+from atomc.report.records import grouped_by
 from atomc.report.render.table import table
 from atomc.testing.examples import EXAMPLES
 from atomc.testing.layouts import plain_order_kernel
@@ -187,7 +188,7 @@ def text(found: Sequence[KernelResult]) -> str:
         (
             one.provider,
             one.op + (f" ({one.layout})" if one.layout else ""),
-            _verdict(one.passed),
+            "passed" if one.passed else "FAILED",
             str(one.tried),
             f"{one.error:.2g}" if one.passed else "",
             one.said,
@@ -201,16 +202,14 @@ def text(found: Sequence[KernelResult]) -> str:
         else []
     )
     untried = [one for one in order if one.passed is None]
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for one in untried:
-        reasons.setdefault((one.provider, one.said), []).append(one.op)
+    reasons = grouped_by(lambda one: (one.provider, one.said), untried)
     if untried:
         parts.append(
             table(
                 ("kernel", "not tried", "why"),
                 [
-                    (provider, f"{len(ops)} ops" if len(ops) > 1 else ops[0], why)
-                    for (provider, why), ops in reasons.items()
+                    (provider, f"{len(results)} ops" if len(results) > 1 else results[0].op, why)
+                    for (provider, why), results in reasons.items()
                 ],
             )
         )
@@ -219,7 +218,3 @@ def text(found: Sequence[KernelResult]) -> str:
     return "\n\n".join(
         [*parts, f"{passed} kernels passed, {failed} failed, {len(untried)} were not tried"]
     )
-
-
-def _verdict(passed: bool | None) -> str:
-    return "passed" if passed else "FAILED"

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from atomc.graph.canonical import call, factor, only_reader, uncast, value
 from atomc.graph.edit import infer, insert, replace
-from atomc.graph.sizes import known_equal
+from atomc.graph.sizes import same_sizes
 from atomc.ops.formats import HALVES
 
 aten = torch.ops.aten
@@ -131,10 +131,9 @@ def _keep_dim(mean: Node, changed: list[Node]) -> bool:
         call(reader).op in _MOVABLE and len(call(reader).operands) == 1
     ):
         chain.append(reader)
-    shape = (*value(mean).shape, 1)
-    if reader is None or call(reader).op != "view" or value(reader).dim() != len(shape):
+    if reader is None or call(reader).op != "view":
         return False
-    if not all(known_equal(a, b) for a, b in zip(value(reader).shape, shape, strict=True)):
+    if not same_sizes(value(reader).shape, (*value(mean).shape, 1)):
         return False
     changed.append(reader)
     mean.args = (mean.args[0], [-1], True)

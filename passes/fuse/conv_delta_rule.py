@@ -26,14 +26,14 @@ from atomc.graph.canonical import VIEWS, call, readers, value
 from atomc.graph.edit import insert, replace
 from atomc.graph.op_call import arguments_of
 from atomc.graph.provenance import inherited
-from atomc.graph.sizes import known_equal
+from atomc.graph.sizes import known_equal, same_sizes
+from atomc.ops.state_update import STEP
 from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
-from atomc.rewriting.matching.pattern import Difference
+from atomc.rewriting.matching.pattern import Difference, Unlike
 from atomc.rewriting.rewrite import Fired
 
 NAME = "conv_gated_delta_rule"
-_STEP = ("query_start", "seq_lens", "state_slots")
 _RESULTS = {"g": 0, "beta": 1}  # of delta_gates
 
 
@@ -62,12 +62,11 @@ def conv_gated_delta_rule(gm: GraphModule, context: Context) -> Iterator[Change 
     """Fuse each gated_delta_rule_update with the convolution and the gates before it."""
     for node in gm.graph.nodes:
         if node.target is ops.gated_delta_rule_update.overload:
-            net, miss = _delta_net(node), partial(_miss, node)
-            yield (
-                miss(net)
-                if isinstance(net, Difference)
-                else Change(node, miss, partial(_fuse, net))
-            )
+            miss = partial(_miss, node)
+            try:
+                yield Change(node, miss, partial(_fuse, _delta_net(node)))
+            except Unlike as unlike:
+                yield miss(unlike.difference)
 
 
 def _miss(node: Node, difference: Difference) -> NearMiss:
@@ -75,31 +74,26 @@ def _miss(node: Node, difference: Difference) -> NearMiss:
     return NearMiss(NAME, "", node, 2, 3, edits=0, differences=[difference], nodes={node})
 
 
-def _delta_net(rule: Node) -> _DeltaNet | Difference:
-    """What is fused, or the first reason why nothing is."""
+def _delta_net(rule: Node) -> _DeltaNet:
+    """What is fused. Raises Unlike with the first reason why nothing is."""
     arguments = arguments_of(rule)
     parts: list[_Part] = []
     start = 0
     for name in ("q", "k", "v"):
-        part = _columns(_node(arguments[name]), start, name)
-        if isinstance(part, Difference):
-            return part
-        parts.append(part)
+        parts.append(_columns(_node(arguments[name]), start, name))
         start += _width(_node(arguments[name]))
     convolution = parts[0].convolution
     if any(part.convolution is not convolution for part in parts):
         one = "q, k and v from one convolution"
-        return Difference("same value", one, "several convolutions", rule)
-    gates = _gates(arguments)
-    if isinstance(gates, Difference):
-        return gates
+        raise Unlike("same value", one, "several convolutions", rule)
     between = [node for part in parts for node in part.path]
     between += [_node(arguments[name]) for name in _RESULTS]
-    net = _DeltaNet(rule, convolution, gates, between)
-    return _unfit(net) or net
+    net = _DeltaNet(rule, convolution, _gates(arguments), between)
+    _check(net)
+    return net
 
 
-def _columns(heads: Node, start: int, name: str) -> _Part | Difference:
+def _columns(heads: Node, start: int, name: str) -> _Part:
     """The convolution whose columns from `start` on these heads are."""
     expected = f"{name}: columns {start} to {start + _width(heads)} of causal_conv1d_update"
     path = [heads]
@@ -107,59 +101,53 @@ def _columns(heads: Node, start: int, name: str) -> _Part | Difference:
         path.append(call(path[-1]).operands[0])
     part = path[-1]
     if call(part).op != "slice":
-        return Difference("other op", expected, _name(part), part)
+        raise Unlike("other op", expected, _name(part), part)
     convolution, attrs = call(part).operands[0], call(part).attrs
     if convolution.target is not ops.causal_conv1d_update.overload:
-        return Difference("other op", expected, _name(convolution), convolution)
+        raise Unlike("other op", expected, _name(convolution), convolution)
     if (attrs["dim"], attrs["start"], attrs["step"]) != (-1, start, 1) or not known_equal(
         value(part).shape[-1], _width(heads)
     ):
         columns = f"{value(part).shape[-1]} columns from {attrs['start']} on"
-        return Difference("operand order", expected, columns, part)
-    rows = value(part).shape[:-1]
-    if len(rows) != value(heads).dim() - 2 or not all(
-        map(known_equal, rows, value(heads).shape[:-2])
-    ):
-        return Difference("view", f"{name}: heads of each row", "other rows", heads)
+        raise Unlike("operand order", expected, columns, part)
+    if not same_sizes(value(part).shape[:-1], value(heads).shape[:-2]):
+        raise Unlike("view", f"{name}: heads of each row", "other rows", heads)
     return _Part(convolution, path)
 
 
-def _gates(arguments: Mapping[str, Argument]) -> Node | Difference:
+def _gates(arguments: Mapping[str, Argument]) -> Node:
     """The delta_gates whose results g and beta are."""
     sources = []
     for name, index in _RESULTS.items():
         node = _node(arguments[name])
-        source = node.args[0] if node.target is operator.getitem else node
-        assert isinstance(source, Node)
+        source = _node(node.args[0]) if node.target is operator.getitem else node
         if source.target is not ops.delta_gates.overload or node.args[1] != index:
-            expected = f"{name} of delta_gates"
-            return Difference("other op", expected, _name(source), source)
+            raise Unlike("other op", f"{name} of delta_gates", _name(source), source)
         sources.append(source)
     if sources[0] is not sources[1]:
-        return Difference("same value", "g and beta of one delta_gates", "two of them", sources[1])
+        raise Unlike("same value", "g and beta of one delta_gates", "two of them", sources[1])
     return sources[0]
 
 
-def _unfit(net: _DeltaNet) -> Difference | None:
-    """Why these nodes cannot be one op, or None."""
+def _check(net: _DeltaNet) -> None:
+    """Raise Unlike if these nodes cannot be one op."""
     inside = set(net.replaced())
     for node in (net.convolution, net.gates, *net.between):
         outside = [reader for reader in readers(node) if reader not in inside]
         if outside:
             alone = f"no other reader of {_name(node)}"
-            return Difference("extra user", alone, f"{_name(outside[0])} reads it too", node)
+            raise Unlike("extra user", alone, f"{_name(outside[0])} reads it too", node)
     rule, convolution = arguments_of(net.rule), arguments_of(net.convolution)
-    for name in _STEP:
+    for name in STEP:
         if rule[name] is not convolution[name]:
-            return Difference("same value", f"one {name}", "another one", net.convolution)
+            raise Unlike("same value", f"one {name}", "another one", net.convolution)
     state = _node(convolution["conv_state"])
     if len(state.users) > 1:
         alone = "no other reader of the convolution's state"
-        return Difference("extra user", alone, "another op reads it too", state)
+        raise Unlike("extra user", alone, "another op reads it too", state)
     x, a = value(_node(convolution["x"])), value(_node(arguments_of(net.gates)["a"]))
-    if x.dim() != a.dim() or not all(map(known_equal, x.shape[:-1], a.shape[:-1])):
-        return Difference("size", "gates of the rows of x", "those of other rows", net.gates)
-    return None
+    if not same_sizes(x.shape[:-1], a.shape[:-1]):
+        raise Unlike("size", "gates of the rows of x", "those of other rows", net.gates)
 
 
 def _fuse(net: _DeltaNet) -> Fired:

@@ -22,7 +22,7 @@ from atomc.graph.edit import infer
 from atomc.graph.node_record import record_of, set_record
 from atomc.graph.op_call import OpCall, op_call
 from atomc.graph.provenance import inherited
-from atomc.graph.sizes import known_equal, spell_shape
+from atomc.graph.sizes import same_sizes, spell_shape
 from atomc.ops.op import op_of
 from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
@@ -75,7 +75,7 @@ def _quantizes(norm: OpCall) -> bool:
 def _different(first: OpCall, second: OpCall) -> Difference | None:
     """Why these are not fused, or None."""
     x, y = value(first["x"]), value(second["x"])
-    if x.dim() != y.dim() or not all(map(known_equal, x.shape[:-1], y.shape[:-1])):
+    if not same_sizes(x.shape[:-1], y.shape[:-1]):
         rows = f"rows of {spell_shape(x.shape)}"
         return Difference("size", rows, spell_shape(y.shape), second.node)
     both = _quantizes(first) and _quantizes(second)

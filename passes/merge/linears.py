@@ -25,10 +25,9 @@ from torch.fx.node import Argument
 from atomc.graph.canonical import VIEWS, call, input_name, value
 from atomc.graph.edit import add_input
 from atomc.graph.node_record import NodeRecord, record_of
-from atomc.graph.op_call import OpCall, op_call
+from atomc.graph.op_call import OpCall, kind_of, op_call
 from atomc.graph.provenance import inherited, layer_of, module_path
 from atomc.graph.strides import Values, spread_strides
-from atomc.ops.op import op_of
 from atomc.ops.op_traits import Kind
 from atomc.report.records import MissKind
 from atomc.rewriting.graph_pass import Change, Context, Pass
@@ -130,31 +129,25 @@ def _kind(nodes: Sequence[Node]) -> str:
 
 def _reaches_attention(node: Node) -> bool:
     return any(
-        _kind_of(reader) is Kind.ATTENTION or call(reader).op in PRODUCTS
+        kind_of(reader) is Kind.ATTENTION or call(reader).op in PRODUCTS
         for reader in _readers(node, _leads_to_attention)
     )
 
 
 def _leads_to_attention(node: Node) -> bool:
     return (
-        call(node).op in ON_THE_WAY or _kind_of(node) in (Kind.NORM, Kind.ROPE) or _is_adapter(node)
+        call(node).op in ON_THE_WAY
+        or kind_of(node) in (Kind.NORM, Kind.ROPE)
+        or Kind.ADAPTER in kind_of(node)
     )
-
-
-def _is_adapter(node: Node) -> bool:
-    kind = _kind_of(node)
-    return kind is not None and Kind.ADAPTER in kind
-
-
-def _kind_of(node: Node) -> Kind | None:
-    op = op_of(node.target)
-    return op.kind if op is not None else None
 
 
 def _gated(nodes: Sequence[Node]) -> list[Node]:
     """Gate and up, if a gated activation reads two of the nodes."""
-    for reader in _readers(nodes[0], lambda node: call(node).op in VIEWS or _is_adapter(node)):
-        if _kind_of(reader) is Kind.GATE:
+    for reader in _readers(
+        nodes[0], lambda node: call(node).op in VIEWS or Kind.ADAPTER in kind_of(node)
+    ):
+        if kind_of(reader) is Kind.GATE:
             pair = [_skip_adapters(operand) for operand in call(reader).operands]
             if len(set(pair) & set(nodes)) == 2:
                 return pair
@@ -163,7 +156,7 @@ def _gated(nodes: Sequence[Node]) -> list[Node]:
 
 def _skip_adapters(node: Node) -> Node:
     """The linear layer that views and adapters change."""
-    while call(node).op in VIEWS or _is_adapter(node):
+    while call(node).op in VIEWS or Kind.ADAPTER in kind_of(node):
         node = call(node).operands[0]
     return node
 

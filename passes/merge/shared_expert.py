@@ -24,30 +24,21 @@ from torch.fx.node import Argument
 from atomc.graph.canonical import VIEWS, call, input_name, keeps_last_dim, value
 from atomc.graph.edit import insert
 from atomc.graph.node_record import record_of, set_record
-from atomc.graph.op_call import OpCall, op_call
+from atomc.graph.op_call import OpCall, kind_of, op_call, quantizer_of
 from atomc.graph.provenance import describe, inherited
 from atomc.graph.sizes import known_equal, same_shape
 from atomc.ops.activation import GATES
-from atomc.ops.op import op_of
 from atomc.ops.op_traits import Kind
 from atomc.passes.merge.linears import packed_input
-from atomc.report.records import MissKind
 from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
-from atomc.rewriting.matching.pattern import Difference
+from atomc.rewriting.matching.pattern import Difference, Unlike
 from atomc.rewriting.rewrite import Fired
 from atomc.torch_compat.core import Input
 from atomc.weights import packed as packed_weights
 
 aten = torch.ops.aten
 NAME = "shared_expert"
-
-
-class _Unfit(Exception):
-    """Why a shared expert stays as it is."""
-
-    def __init__(self, kind: MissKind, expected: str, found: str, node: Node):
-        self.difference = Difference(kind, expected, found, node)
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ def shared_expert(gm: GraphModule, context: Context) -> Iterator[Change | NearMi
                 mixture = _mixture(routed, added, shared)
                 _check(mixture, context)
                 parts = dict(_parts(mixture, real))
-            except _Unfit as unfit:
+            except Unlike as unfit:
                 yield miss(unfit.difference)
             else:
                 yield Change(routed.node, miss, partial(_merge, mixture, parts))
@@ -98,15 +89,13 @@ def _sums(routed: Node) -> Iterator[tuple[Node, Node]]:
         operands = call(reader).operands
         if call(reader).op == "add" and len(operands) == 2:
             other = operands[operands.index(routed) - 1]
-            if any(_is_linear(node) for node in (_rows(other), *map(_rows, _factors(other)))):
+            if any(
+                kind_of(node) is Kind.LINEAR
+                for node in (_rows(other), *map(_rows, _factors(other)))
+            ):
                 yield reader, other
         elif _is_view(reader):
             yield from _sums(reader)
-
-
-def _is_linear(node: Node) -> bool:
-    op = op_of(node.target)
-    return op is not None and op.kind is Kind.LINEAR
 
 
 def _is_view(node: Node) -> bool:
@@ -135,7 +124,7 @@ def _mixture(routed: OpCall, added: Node, shared: Node) -> _Mixture:
         while True:
             if len(node.users) > 1:
                 other = f"{len(node.users)} nodes read it"
-                raise _Unfit("extra user", f"no other reader of {describe(node)}", other, node)
+                raise Unlike("extra user", f"no other reader of {describe(node)}", other, node)
             inner.append(node)
             if not _is_view(node):
                 return node
@@ -145,7 +134,7 @@ def _mixture(routed: OpCall, added: Node, shared: Node) -> _Mixture:
         if operand is not shared:
             back(operand)
     if not same_shape(value(added), value(shared)) or call(added).attrs.get("alpha", 1) != 1:
-        raise _Unfit("size", "a sum of equal shapes", describe(added), added)
+        raise Unlike("size", "a sum of equal shapes", describe(added), added)
     scaled = back(shared)
     column = _column(scaled, shared)
     if column is not None:
@@ -168,28 +157,28 @@ def _column(scaled: Node, shared: Node) -> Node | None:
         return None
     column = next((node for node in factors if known_equal(value(node).shape[-1], 1)), None)
     if column is None or not same_shape(value(scaled), value(shared)):
-        raise _Unfit("other op", "a factor per token", describe(scaled), scaled)
+        raise Unlike("other op", "a factor per token", describe(scaled), scaled)
     return column
 
 
 def _check_activation(routed: OpCall, active: Node, down: OpCall) -> None:
-    """Raise _Unfit if the input of `down` is not activated as in the routed experts."""
+    """Raise Unlike if the input of `down` is not activated as in the routed experts."""
     activation = routed.arguments["activation"]
     gate_of, arguments = GATES.get(str(activation), (None, {}))
     gated = op_call(active)
     if gated is None or gated.op.kind is not Kind.GATE:
-        raise _Unfit("other op", "a gated activation before it", describe(active), down.node)
+        raise Unlike("other op", "a gated activation before it", describe(active), down.node)
     if gated.op is not gate_of or not arguments.items() <= gated.arguments.items():
         same = f"{activation}, as the routed experts"
-        raise _Unfit("guard", same, describe(active), active)
+        raise Unlike("guard", same, describe(active), active)
 
 
 def _check_input(routed: OpCall, linear: OpCall) -> None:
-    """Raise _Unfit if a linear does not read the rows that the routed experts read."""
+    """Raise Unlike if a linear does not read the rows that the routed experts read."""
     for name in ("x", "x_scale"):
         argument, wanted = linear.arguments.get(name), routed.arguments.get(name)
         if not _same_rows(argument, wanted):
-            raise _Unfit("same value", f"{name} of the routed experts", str(argument), linear.node)
+            raise Unlike("same value", f"{name} of the routed experts", str(argument), linear.node)
 
 
 def _linear(routed: OpCall, node: Node) -> OpCall:
@@ -198,13 +187,13 @@ def _linear(routed: OpCall, node: Node) -> OpCall:
     wanted = routed.op.linear(routed.arguments)
     called = op_call(node)
     if called is None or called.op is not wanted:
-        raise _Unfit("other op", f"{wanted.name}, as {routed.op.name}", describe(node), node)
+        raise Unlike("other op", f"{wanted.name}, as {routed.op.name}", describe(node), node)
     if called.arguments["bias"] is not None:
-        raise _Unfit("guard", "no bias", f"{called['bias'].name} is added", node)
+        raise Unlike("guard", "no bias", f"{called['bias'].name} is added", node)
     for name in called.arguments.keys() & {"out_dtype", "block", "group"}:
         if called.arguments[name] != routed.arguments[name]:
             same = f"{name}={routed.arguments[name]}, as the routed experts"
-            raise _Unfit("attribute", same, f"{name}={called.arguments[name]}", node)
+            raise Unlike("attribute", same, f"{name}={called.arguments[name]}", node)
     return called
 
 
@@ -214,19 +203,13 @@ def _unquantized(routed: OpCall, down: OpCall, back: Callable[[Node], Node]) -> 
         return down["x"]
     codes = back(down["x"])
     back(down["x_scale"])
-    quantizer, of_routed = _quantizer(codes), _quantizer(_rows(routed["x"]))
+    quantizer, of_routed = quantizer_of(codes), quantizer_of(_rows(routed["x"]))
     if quantizer is None or of_routed is None or not _equal_calls(quantizer, of_routed):
         wanted = (
             describe(of_routed) if of_routed is not None else "a quantizer of the routed experts"
         )
-        raise _Unfit("other op", wanted, describe(quantizer or codes), down.node)
+        raise Unlike("other op", wanted, describe(quantizer or codes), down.node)
     return call(quantizer).operands[0]
-
-
-def _quantizer(codes: Node) -> Node | None:
-    node = call(codes).operands[0] if codes.target is operator.getitem else codes
-    op = op_of(node.target)
-    return node if op is not None and op.kind is Kind.QUANTIZE else None
 
 
 def _equal_calls(a: Node, b: Node) -> bool:
@@ -239,34 +222,34 @@ def _same_rows(a: Argument, b: Argument) -> bool:
     if not isinstance(a, Node) or not isinstance(b, Node):
         return a == b
     a, b = _rows(a), _rows(b)
-    part = a.target is operator.getitem or _quantizer(a) is a
+    part = a.target is operator.getitem or quantizer_of(a) is a
     return a is b or (part and _equal_calls(a, b) and _same_rows(a.args[0], b.args[0]))
 
 
 def _check(mixture: _Mixture, context: Context) -> None:
-    """Raise _Unfit if the op of the experts does not compute this."""
+    """Raise Unlike if the op of the experts does not compute this."""
     routed, node = mixture.routed, mixture.routed.node
     if context.options.rounding == "hf":
         wanted = "rounding='fp32'"
-        raise _Unfit("guard", wanted, "rounding='hf', but the sum would round once less", node)
+        raise Unlike("guard", wanted, "rounding='hf', but the sum would round once less", node)
     for name in ("b13", "b2", "act_scale", "limit", "interleaved"):
         if argument := routed.arguments.get(name):
-            raise _Unfit("attribute", f"routed experts without {name}", f"{name}={argument}", node)
+            raise Unlike("attribute", f"routed experts without {name}", f"{name}={argument}", node)
     if routed.arguments.get("weight_on_input") and mixture.column is not None:
         wanted = "weights of results"
-        raise _Unfit("attribute", wanted, "weight_on_input, which changes x", node)
+        raise Unlike("attribute", wanted, "weight_on_input, which changes x", node)
     width, rows = value(routed["w13"]).shape[1] // 2, value(mixture.gate["weight"]).shape[0]
     if rows != width:
         why = "; a wider one would be several experts, and its weights be copied" * (
             rows % width == 0
         )
-        raise _Unfit(
+        raise Unlike(
             "size", f"{width} columns, as routed experts", f"{rows}{why}", mixture.gate.node
         )
     assert mixture.gate.op.concat is not None
     unjoined = mixture.gate.op.concat([linear.values for linear in (mixture.gate, mixture.up)])
     if isinstance(unjoined, str):
-        raise _Unfit("guard", "rows of gate over rows of up", unjoined, mixture.gate.node)
+        raise Unlike("guard", "rows of gate over rows of up", unjoined, mixture.gate.node)
 
 
 def _parts(mixture: _Mixture, real: Mapping[Node, Input]) -> Iterator[tuple[str, list[Node]]]:
@@ -283,7 +266,7 @@ def _parts(mixture: _Mixture, real: Mapping[Node, Input]) -> Iterator[tuple[str,
         parts = [node for node in dict.fromkeys(arguments) if isinstance(node, Node)]
         if reason := _unpackable(parts, mixture, real) or _unlike(parts):
             wanted = f"weights that become one more row of {name}"
-            raise _Unfit("guard", wanted, reason, linears[0].node)
+            raise Unlike("guard", wanted, reason, linears[0].node)
         yield name, parts
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from atomc.graph.canonical import call, value
-from atomc.graph.sizes import known_equal
+from atomc.graph.sizes import same_sizes
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.rewrite import Fired
 
@@ -48,7 +48,7 @@ def _part(node: Node) -> tuple[Node, int] | None:
     [x] = call(pairs).operands
     *lead, width = value(x).shape
     shape = value(pairs).shape
-    are_pairs = len(shape) == len(lead) + 2 and all(
-        map(known_equal, (*lead, width, 2), (*shape[:-2], 2 * shape[-2], shape[-1]))
+    are_pairs = len(shape) > 1 and same_sizes(
+        (*lead, width, 2), (*shape[:-2], 2 * shape[-2], shape[-1])
     )
     return (x, i % 2) if are_pairs and dim in (-1, len(shape) - 1) else None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from atomc.report.audit_findings import AuditFindings, Blame, ErrorRow, SiteRow
+from atomc.report.records import located
 from atomc.report.render.table import table
 
 MAX_ROWS = 20
@@ -31,7 +32,8 @@ def headline(audit: AuditFindings) -> str:
     if first["sqnr"] is None:
         text += "all equal the original"
     else:
-        text += f"the worst is {_name(first)}, {_decibels(first)}"
+        where = located(first["module_path"])
+        text += f"the worst is {first['rewrite']} in {where}, {_decibels(first)}"
     outputs = audit.get("outputs")
     if outputs is None:
         return text
@@ -54,11 +56,8 @@ def cause_text(blame: Blame) -> str:
     if not blame["rewrite"]:
         return f"No rewrite is the cause{runs}: the error remains without all of them"
     places = blame["places"]
-    where = (
-        f" in {blame['module_path'] or 'the graph'}"
-        if blame["module_path"] is not None
-        else f", at {places} sites"
-    )
+    path = blame["module_path"]
+    where = f", at {places} sites" if path is None else f" in {located(path)}"
     return f"The cause is {blame['rewrite']}{where}{runs}"
 
 
@@ -69,13 +68,8 @@ def ranked_by(sites: Sequence[SiteRow], by: str) -> list[SiteRow]:
     return sorted(sites, key=lambda site: -(site["max_abs"] if by == "max" else site["relative"]))
 
 
-def _name(site: SiteRow) -> str:
-    return f"{site['rewrite']} in {site['module_path'] or 'the graph'}"
-
-
 def _row(site: SiteRow) -> tuple[str, ...]:
     op = "" if site["op"] == site["rewrite"] else f" ({site['op']})"
-    source = f" ({site['source']})" if site["source"] else ""
     return (
         site["rewrite"] + op,
         site["kernel"],
@@ -84,7 +78,7 @@ def _row(site: SiteRow) -> tuple[str, ...]:
         _decibels(site),
         _decibels(site["original"]),
         site["against"],
-        (site["module_path"] or "the graph") + source,
+        located(site["module_path"], site["source"]),
     )
 
 

@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from atomc.report.records import counted
 from atomc.report.render import formula
-from atomc.report.render.table import WIDTH, table
+from atomc.report.render.table import WIDTH, format_bytes, table
 from atomc.report.render.text import NOT_REWRITES
 from atomc.report.report_data import ReportData
 
@@ -41,7 +42,7 @@ class Comparison:
         """The kernels of each op."""
         a, b = _kernels(self.first), _kernels(self.second)
         return [
-            (op, _spell(a.get(op, Counter())), _spell(b.get(op, Counter())), "")
+            (op, counted(a.get(op, {})) or "-", counted(b.get(op, {})) or "-", "")
             for op in dict.fromkeys([*a, *b])
         ]
 
@@ -142,10 +143,6 @@ def _kernels(report: ReportData) -> dict[str, Counter[str]]:
     return by_op
 
 
-def _spell(runs: Counter[str]) -> str:
-    return ", ".join(f"{name} x{count}" for name, count in runs.items()) or "-"
-
-
 def _bytes_moved(report: ReportData, sizes: dict[str, int]) -> str:
     """Bytes moved for these sizes; other sizes of the graph are set to the number of tokens."""
     total = 0.0
@@ -154,8 +151,4 @@ def _bytes_moved(report: ReportData, sizes: dict[str, int]) -> str:
         if tree is None:
             return "unknown"
         total += formula.evaluated(tree, dict.fromkeys(formula.names_in(tree), sizes["T"]) | sizes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if total < 1000 or unit == "GB":
-            return f"{total:.3g} {unit}"
-        total /= 1000
-    raise AssertionError
+    return format_bytes(total)

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from atomc.files.json_types import JSONLike
-from atomc.report.records import KernelChoice, another_kernel, spans
+from atomc.report.records import another_kernel, grouped_by, spans
 from atomc.report.render import formula
 from atomc.report.render.graph_diff import Block, fold_layers
 from atomc.report.render.kernel_rows import (
@@ -17,6 +17,7 @@ from atomc.report.render.kernel_rows import (
     moe_layers,
     origins,
     quantized_weights,
+    runs_of,
     token_ranges,
     unavailable_providers,
 )
@@ -24,7 +25,7 @@ from atomc.report.render.machines import machine_data
 from atomc.report.render.pass_changes import captured_graph, final_graph, pass_changes
 from atomc.report.render.rewrite_grid import Grid
 from atomc.report.render.table import collapsed
-from atomc.report.render.text import NOT_REWRITES
+from atomc.report.render.text import fired_counts
 from atomc.report.report_data import ReportData
 
 
@@ -36,9 +37,7 @@ class Graph:
         self.label = f"{group}: {report.title}" if group else report.title
         self.tab = f"{number}: {self.label}"
         self.captured, self.final = captured_graph(report), final_graph(report)
-        self.choices: dict[str, list[KernelChoice]] = {}
-        for choice in report.kernels:
-            self.choices.setdefault(choice.node, []).append(choice)
+        self.choices = grouped_by(lambda choice: choice.node, report.kernels)
         self.not_here = unavailable_providers(report.kernels)
         self.ops = self._ops()
         self.grid = Grid(report)
@@ -64,8 +63,7 @@ class Graph:
 
     @property
     def counts(self) -> list[tuple[str, int]]:
-        names = [name for name in dict.fromkeys(self.report.known) if name not in NOT_REWRITES]
-        return [(name, self.report.matches[name]) for name in names if self.report.matches[name]]
+        return fired_counts(self.report)
 
     @property
     def seconds(self) -> float:
@@ -161,7 +159,7 @@ class Graph:
         layers: dict[Hashable, set[int]] = {}
         for cost in self.report.costs:
             choices = [choice for node in cost.nodes for choice in self.choices.get(node, [])]
-            runs = list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))
+            runs = runs_of(choices)
             refused = list(dict.fromkeys(other for choice in choices for other in choice.others))
             anywhere = {
                 pair

@@ -17,6 +17,7 @@ from atomc.report.render.compare import Comparison
 from atomc.report.render.first_sentence import first_sentence
 from atomc.report.render.graph_tab import Graph
 from atomc.report.render.machines import known_machines
+from atomc.report.render.table import format_bytes
 from atomc.report.report_data import ReportData
 
 HERE = Path(__file__).parent
@@ -87,12 +88,3 @@ def _embedded(data: JSONLike) -> str:
     """JSON that is safe inside a script element."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def format_bytes(size: float) -> str:
-    """A size in bytes as text: "12.5 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

@@ -1,6 +1,6 @@
 """Rows of the HTML report about kernels: what runs each op, quantized weights, experts."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypedDict
 
@@ -8,7 +8,7 @@ from atomc.cost.efficiency import GLUE, name_in_table
 from atomc.files.json_types import JSONLike
 from atomc.graph.graph_printer import NodeLine
 from atomc.report.kernel_ranges import kernels_by_tokens
-from atomc.report.records import KernelChoice, MoeLayer, OpCost, spans
+from atomc.report.records import KernelChoice, MoeLayer, OpCost, grouped_by, spans
 from atomc.report.render import formula
 from atomc.report.render.table import collapsed
 from atomc.report.report_data import ReportData
@@ -67,6 +67,11 @@ def computed(row: OpRow) -> dict[str, JSONLike]:
     }
 
 
+def runs_of(choices: Iterable[KernelChoice]) -> list[tuple[str, str]]:
+    """(range of tokens, kernel) of these choices, each once."""
+    return list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))
+
+
 def kernel_runs(runs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """(kernel, range of tokens); one entry without a range if a kernel runs all of them."""
     if len({kernel for _, kernel in runs}) == 1:
@@ -96,9 +101,7 @@ def quantized_weights(
 ) -> list[dict[str, Any]]:
     groups: dict[Hashable, dict[str, Any]] = {}
     for weight in report.few_bits:
-        runs = tuple(
-            dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(weight.node, []))
-        )
+        runs = tuple(runs_of(choices.get(weight.node, [])))
         key = (weight.op, weight.scheme, collapsed(weight.module_path), runs)
         group = groups.setdefault(
             key,
@@ -125,12 +128,12 @@ def moe_layers(
     report: ReportData, choices: Mapping[str, Sequence[KernelChoice]]
 ) -> list[dict[str, Any]]:
     """Equal mixtures of experts in one row."""
-    groups: dict[tuple[MoeLayer, tuple[tuple[str, str], ...]], list[MoeLayer]] = {}
-    for layer in report.moe:
-        ranges = tuple(kernels_by_tokens(choices.get(layer.node, [])))
+
+    def looks(layer: MoeLayer) -> tuple[MoeLayer, tuple[tuple[str, str], ...]]:
         path = collapsed(layer.module_path)
-        key = replace(layer, module_path=path, layer=None, node=""), ranges
-        groups.setdefault(key, []).append(layer)
+        ranges = tuple(kernels_by_tokens(choices.get(layer.node, [])))
+        return replace(layer, module_path=path, layer=None, node=""), ranges
+
     return [
         {
             **asdict(layers[0]),
@@ -141,5 +144,5 @@ def moe_layers(
                 (name, "" if tokens == "any" else f"{tokens} tokens") for tokens, name in ranges
             ],
         }
-        for (_, ranges), layers in groups.items()
+        for (_, ranges), layers in grouped_by(looks, report.moe).items()
     ]

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
-from atomc.report.records import Miss, Site, spans
+from atomc.report.records import Miss, Site, grouped_by, located, spans
 from atomc.report.render.first_sentence import first_sentence
-from atomc.report.render.kernel_rows import Entry, kernel_runs
+from atomc.report.render.kernel_rows import Entry, kernel_runs, runs_of
 from atomc.report.render.table import collapsed
 from atomc.report.render.text import NOT_REWRITES
 from atomc.report.report_data import ReportData
@@ -47,12 +47,8 @@ class Grid:
             for name in dict.fromkeys([*report.known, *report.off, *report.matches])
             if name not in (*NOT_REWRITES, *report.optional) and "[" not in name
         ]
-        self.sites: dict[tuple[str, int | None], list[Site]] = {}
-        self.near: dict[tuple[str, int | None], list[Miss]] = {}
-        for site in report.sites:
-            self.sites.setdefault((site.rewrite, site.layer), []).append(site)
-        for miss in report.near:
-            self.near.setdefault((miss.rewrite, miss.layer), []).append(miss)
+        self.sites = grouped_by(lambda site: (site.rewrite, site.layer), report.sites)
+        self.near = grouped_by(lambda miss: (miss.rewrite, miss.layer), report.near)
         self.columns = self._columns(names)
         self.prefix = _layer_prefixes(report)
         self.rows = sorted(map(self._row, names), key=_most_telling)
@@ -123,11 +119,7 @@ class Grid:
 
     def _kernel_lines(self, name: str) -> list[Entry]:
         choices = [choice for choice in self.report.kernels if choice.op == name]
-        runs = (
-            kernel_runs(list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices)))
-            if choices
-            else []
-        )
+        runs = kernel_runs(runs_of(choices)) if choices else []
         refused = dict.fromkeys(other for choice in choices for other in choice.others)
         return [
             *(
@@ -164,11 +156,9 @@ def _site_lines(sites: Iterable[Site]) -> list[Entry]:
 
 
 def _near_lines(near: Iterable[Miss]) -> list[Entry]:
-    by_text: dict[tuple[str, str, str], list[Miss]] = {}
-    for miss in near:
-        by_text.setdefault(
-            (_location(miss.module_path, miss.source), miss.expected, miss.found), []
-        ).append(miss)
+    by_text = grouped_by(
+        lambda miss: (_location(miss.module_path, miss.source), miss.expected, miss.found), near
+    )
     return [
         said
         for (place, expected, what), misses in by_text.items()
@@ -184,7 +174,7 @@ def _near_lines(near: Iterable[Miss]) -> list[Entry]:
 
 
 def _location(path: str, source: str) -> str:
-    return f"in {collapsed(path) or 'the graph'}" + (f" ({source})" if source else "")
+    return f"in {located(collapsed(path), source)}"
 
 
 def _times(count: int) -> str:

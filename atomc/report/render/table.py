@@ -41,3 +41,12 @@ def wrapped(text: str, start: str, indent: str) -> str:
         ).rstrip()
         or start.rstrip()
     )
+
+
+def format_bytes(size: float) -> str:
+    """A size in bytes as text: "12.5 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from atomc.report.kernel_ranges import kernels_by_tokens
-from atomc.report.records import CacheOutcome, KernelChoice, Miss, Site, spans
+from atomc.report.records import CacheOutcome, KernelChoice, Miss, grouped_by, located, spans
 from atomc.report.render.audit import headline
 from atomc.report.render.table import collapsed, table, wrapped
 from atomc.report.report_data import ReportData
@@ -51,20 +51,16 @@ def _title(report: ReportData) -> str:
 
 
 def _rewrites(report: ReportData) -> str:
-    sites: dict[str, list[Site]] = {}
-    for site in report.sites:
-        if site.rewrite not in NOT_REWRITES:
-            sites.setdefault(site.rewrite, []).append(site)
+    sites = grouped_by(lambda site: site.rewrite, report.sites)
     rows = [
         (
             name,
             str(len(of_rewrite)),
             _layers(site.layer for site in of_rewrite),
-            ", ".join(
-                dict.fromkeys(collapsed(site.module_path) or "the graph" for site in of_rewrite)
-            ),
+            ", ".join(dict.fromkeys(located(collapsed(site.module_path)) for site in of_rewrite)),
         )
         for name, of_rewrite in sites.items()
+        if name not in NOT_REWRITES
     ]
     return (
         table(("rewrite", "sites", "layers", "in"), rows, numbers=[1])
@@ -100,10 +96,16 @@ def _not_fired(report: ReportData) -> str:
 
 
 def _near_misses(near: Sequence[Miss]) -> str:
-    groups: dict[tuple[str, ...], list[Miss]] = {}
-    for miss in near:
-        key = (miss.rewrite, miss.variant, collapsed(miss.module_path), miss.kind, miss.source)
-        groups.setdefault(key, []).append(miss)
+    groups = grouped_by(
+        lambda miss: (
+            miss.rewrite,
+            miss.variant,
+            collapsed(miss.module_path),
+            miss.kind,
+            miss.source,
+        ),
+        near,
+    )
     if not groups:
         return ""
     lines = ["near misses"]
@@ -115,7 +117,7 @@ def _near_misses(near: Sequence[Miss]) -> str:
         source = f", {first.source}" if first.source else ""
         where = collapsed(first.module_path) if len(misses) > 1 else first.module_path
         head = (
-            f"{first.rewrite}{variant} in {where or 'the graph'}{times}{source}: "
+            f"{first.rewrite}{variant} in {located(where)}{times}{source}: "
             f"{first.depth:.0%} matched"
         )
         lines += [
@@ -131,11 +133,11 @@ def _near_misses(near: Sequence[Miss]) -> str:
 def _kernels(choices: Sequence[KernelChoice]) -> str:
     if not choices:
         return ""
-    nodes: dict[tuple[str, str, str], list[KernelChoice]] = {}
+    nodes = grouped_by(
+        lambda choice: (choice.op, choice.tokens, located(choice.chosen, choice.note)), choices
+    )
     refusals: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
-        kernel = f"{choice.chosen} ({choice.note})" if choice.note else choice.chosen
-        nodes.setdefault((choice.op, choice.tokens, kernel), []).append(choice)
         for refusal in choice.others:
             refusals.setdefault(refusal, []).append(choice.op)
     rows = [(op, str(len(of_op)), tokens, kernel) for (op, tokens, kernel), of_op in nodes.items()]
@@ -148,9 +150,7 @@ def _kernels(choices: Sequence[KernelChoice]) -> str:
 
 def _moe_layers(report: ReportData) -> str:
     """Equal mixtures of experts in one row, with one row for each range of tokens."""
-    choices: dict[str, list[KernelChoice]] = {}
-    for choice in report.kernels:
-        choices.setdefault(choice.node, []).append(choice)
+    choices = grouped_by(lambda choice: choice.node, report.kernels)
     groups: dict[tuple[str, ...], list[int | None]] = {}
     for mixture in report.moe:
         for tokens, kernel in kernels_by_tokens(choices.get(mixture.node, [])) or [("-", "-")]:
@@ -209,17 +209,19 @@ def _phases(report: ReportData) -> str:
     )
 
 
+def fired_counts(report: ReportData) -> list[tuple[str, int]]:
+    """The rewrites that fired, and at how many sites."""
+    names = [name for name in dict.fromkeys(report.known) if name not in NOT_REWRITES]
+    return [(name, report.matches[name]) for name in names if report.matches[name]]
+
+
 def summary(report: ReportData) -> str:
     """Three lines: rewrites, kernels, and near misses with notes."""
     if not report.treated:
         return f"not compiled: {report.why_not}"
     layers = len({site.layer for site in report.sites if site.layer is not None})
-    rewrites = [
-        f"{report.matches[name]} {name}"
-        for name in dict.fromkeys(report.known)
-        if report.matches[name] and name not in NOT_REWRITES
-    ]
-    near = [f"{miss.rewrite} in {miss.module_path or 'the graph'}" for miss in report.near]
+    rewrites = [f"{count} {name}" for name, count in fired_counts(report)]
+    near = [f"{miss.rewrite} in {located(miss.module_path)}" for miss in report.near]
     missed = f"{len(near)} near misses, such as {near[0]}" if near else "nothing nearly fused"
     lines = [
         f"{layers} layers: {', '.join(rewrites) or 'no rewrite'} fired",

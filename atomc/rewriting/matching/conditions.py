@@ -13,7 +13,7 @@ from atomc.graph.canonical import call, readers, value
 from atomc.graph.expressions import Size, expression, known_different, substitute
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.provenance import describe
-from atomc.graph.sizes import known_equal, spell_shape
+from atomc.graph.sizes import known_equal, same_sizes, spell_shape
 from atomc.rewriting.matching.attributes import bare
 from atomc.rewriting.matching.pattern import Difference, MatchSite
 
@@ -102,12 +102,7 @@ def _rank_problems(site: MatchSite) -> Iterator[Difference]:
                     g,
                     -1,
                 )
-            elif not all(
-                known_equal(a, b)
-                for a, b in zip(
-                    value(g0).shape[: max(0, extra)], value(g).shape[: max(0, extra)], strict=True
-                )
-            ):
+            elif not same_sizes(value(g0).shape[: max(0, extra)], value(g).shape[: max(0, extra)]):
                 yield Difference(
                     "size",
                     f"`{name}` with the leading sizes of `{first}`",

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from atomc.graph.canonical import COMMUTATIVE, VIEWS, call, keeps_last_dim, readers, spell, value
 from atomc.graph.node_record import record_of
+from atomc.graph.op_call import kind_of
 from atomc.graph.provenance import describe
 from atomc.ops.op import op_of
 from atomc.ops.op_traits import Kind
@@ -386,7 +387,7 @@ class Growth:
         self.note("extra op", expected, f"{text} in between", between[0], *ops)
         self.extra |= set(between)
         after_op = op_of(between[0].all_input_nodes[0].target) is not None
-        self.in_next_layer |= after_op and any(map(_is_linear, between))
+        self.in_next_layer |= after_op and any(Kind.LINEAR in kind_of(node) for node in between)
 
     def chain_down(self, p: Node, g: Node) -> list[Node]:
         """[g, .., counterpart of p]: a path from g to its operands, with at most one op that is not
@@ -439,11 +440,6 @@ def _swaps(operands: list[Node]) -> list[list[Node]]:
 def _wanted(p: Node) -> str:
     """A pattern's node in few words."""
     return spell(p, of_pattern=True)
-
-
-def _is_linear(node: Node) -> bool:
-    op = op_of(node.target)
-    return op is not None and bool(op.kind & Kind.LINEAR)
 
 
 def _num_real(nodes: Iterable[Node]) -> int:

@@ -315,3 +315,11 @@ class Difference:
     node: Node | None
     rank: int = 0
     ops: tuple[str, ...] = ()
+
+
+class Unlike(Exception):
+    """A place is not what a pass replaces, for one reason."""
+
+    def __init__(self, kind: MissKind, expected: str, found: str, node: Node):
+        super().__init__(found)
+        self.difference = Difference(kind, expected, found, node)

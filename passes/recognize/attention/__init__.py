@@ -28,10 +28,10 @@ from atomc.passes.recognize.attention.both_products import (
 from atomc.passes.recognize.attention.match_site import AttentionSite, checked_site
 from atomc.passes.recognize.attention.products import PRODUCTS, derives_from_product, has_product
 from atomc.passes.recognize.attention.replacement import replace_by_op
-from atomc.passes.recognize.attention.walk import Unlike, Walk
+from atomc.passes.recognize.attention.walk import Walk
 from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
-from atomc.rewriting.matching.pattern import Difference
+from atomc.rewriting.matching.pattern import Difference, Unlike
 from atomc.rewriting.rewrite import Fired
 
 

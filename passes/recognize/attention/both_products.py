@@ -13,7 +13,8 @@ from atomc.ops.formats import FLOATS
 from atomc.passes.recognize.attention.masks import add_mask, strip_mask
 from atomc.passes.recognize.attention.products import LAYOUT, PRODUCTS, moves_ones
 from atomc.passes.recognize.attention.sinks import strip_sinks
-from atomc.passes.recognize.attention.walk import Added, Unlike, Walk
+from atomc.passes.recognize.attention.walk import Added, Walk
+from atomc.rewriting.matching.pattern import Unlike
 
 
 def product_with_values(walk: Walk) -> Node:

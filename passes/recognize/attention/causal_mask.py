@@ -14,8 +14,8 @@ import torch
 from torch.fx import Node
 
 from atomc.graph.canonical import Call, call, dims_of, spell, value
-from atomc.graph.sizes import known_equal
-from atomc.passes.recognize.attention.walk import Unlike
+from atomc.graph.sizes import known_equal, same_sizes
+from atomc.rewriting.matching.pattern import Unlike
 
 # What holds the index of every key; bfloat16 and float16 round from 257 and 2049 on.
 _INDICES = (torch.int32, torch.int64, torch.float32, torch.float64)
@@ -131,9 +131,7 @@ def _moved(node: Node, here: Call) -> Known:
     source = here.operands[0]
     truth, before, after = _known(source), _wide(source), _wide(node)
     old, new = value(source).shape, value(node).shape
-    if len(before) != len(after) or not all(
-        known_equal(old[a], new[b]) for a, b in zip(before, after, strict=True)
-    ):
+    if not same_sizes([old[d] for d in before], [new[d] for d in after]):
         return None
     if isinstance(truth, Position):
         return truth._replace(dim=after[before.index(truth.dim)]) if truth.dim in before else None

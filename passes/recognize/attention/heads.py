@@ -10,11 +10,11 @@ from atomc.graph.canonical import call, uncast, value
 from atomc.graph.edit import insert
 from atomc.graph.expressions import Size, expression
 from atomc.graph.provenance import describe
-from atomc.graph.sizes import known_equal, spell_shape
+from atomc.graph.sizes import known_equal, same_sizes, spell_shape
 from atomc.ops.formats import FLOATS
 from atomc.passes.recognize.attention.match_site import AttentionSite
 from atomc.passes.recognize.attention.products import LAYOUT, moves_ones, wide_dims
-from atomc.passes.recognize.attention.walk import Unlike
+from atomc.rewriting.matching.pattern import Unlike
 
 aten = torch.ops.aten
 Shape = Sequence[Size]
@@ -60,12 +60,6 @@ def reshape(before: Node, node: Node, shape: Shape) -> Node:
     return insert(before, aten.reshape.default, node, sizes)
 
 
-def has_shape(node: Node, shape: Shape) -> bool:
-    """Whether a node is known to have this shape."""
-    actual = value(node).shape
-    return len(actual) == len(shape) and all(map(known_equal, actual, shape))
-
-
 def _heads(before: Node, operand: Node, leading: Shape, swapped: bool) -> Node:
     """An operand of a product as [*leading, D]; swapped: the operand is [.., D, rows]."""
     width = value(operand).shape[-2 if swapped else -1]
@@ -78,7 +72,7 @@ def _heads(before: Node, operand: Node, leading: Shape, swapped: bool) -> Node:
             best, turned = node, False
     if turned:
         best = insert(before, aten.transpose.int, operand, -2, -1)
-    return best if has_shape(best, shape) else reshape(before, best, shape)
+    return best if same_sizes(value(best).shape, shape) else reshape(before, best, shape)
 
 
 def _unviewed(node: Node) -> Iterator[tuple[Node, bool]]:
@@ -109,7 +103,7 @@ def _swaps_last(permute: Node) -> bool:
 def _same_core(a: Shape, b: Shape) -> bool:
     """Whether two shapes are equal without their dimensions of size 1."""
     cores = [[size for size in shape if not known_equal(size, 1)] for shape in (a, b)]
-    return len(cores[0]) == len(cores[1]) and all(map(known_equal, *cores))
+    return same_sizes(*cores)
 
 
 def _unrepeated(before: Node, node: Node) -> Node:
@@ -129,4 +123,4 @@ def _unrepeated(before: Node, node: Node) -> Node:
         return node
     inner = call(source).operands[0] if call(source).op == "view" else source
     shape = [once[-5], once[-4], once[-2], once[-1]]
-    return inner if has_shape(inner, shape) else reshape(before, source, shape)
+    return inner if same_sizes(value(inner).shape, shape) else reshape(before, source, shape)

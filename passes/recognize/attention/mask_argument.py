@@ -12,7 +12,8 @@ from atomc.passes.recognize.attention.causal_mask import Band, visible
 from atomc.passes.recognize.attention.heads import Shape, reshape
 from atomc.passes.recognize.attention.masks import HIDES
 from atomc.passes.recognize.attention.match_site import AttentionSite
-from atomc.passes.recognize.attention.walk import Added, Unlike
+from atomc.passes.recognize.attention.walk import Added
+from atomc.rewriting.matching.pattern import Unlike
 
 aten = torch.ops.aten
 

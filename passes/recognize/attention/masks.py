@@ -8,7 +8,8 @@ from atomc.graph.edit import insert
 from atomc.graph.provenance import describe
 from atomc.passes.recognize.attention.causal_mask import constant
 from atomc.passes.recognize.attention.products import has_product
-from atomc.passes.recognize.attention.walk import Added, Unlike, Walk
+from atomc.passes.recognize.attention.walk import Added, Walk
+from atomc.rewriting.matching.pattern import Unlike
 
 # A float mask hides a key with any value up to this one: exp() of it is zero beside any score.
 HIDES = -1e38

@@ -11,10 +11,11 @@ from atomc.graph.edit import nodes_between
 from atomc.graph.expressions import Size
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.provenance import describe
-from atomc.graph.sizes import known_equal, spell_shape
+from atomc.graph.sizes import known_equal, same_sizes, spell_shape
 from atomc.ops.formats import HALVES
-from atomc.passes.recognize.attention.walk import Added, Unlike, Walk
+from atomc.passes.recognize.attention.walk import Added, Walk
 from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.matching.pattern import Unlike
 
 # With a bias for each head, torch's attention of a CPU takes longer than what it replaces: in 16
 # bits up to this number of queries; in wider dtypes for one query, or up to this number of scores,
@@ -93,11 +94,7 @@ def _mask_dims(walk: Walk, leading: list[Size]) -> list[Size]:
     """[B, N, T] if a mask is added to a view [B, N, T, S] of the scores; else [B * N, T]."""
     for added in walk.added:
         *heads, rows, _ = value(added.at).shape
-        if (
-            len(heads) == 2
-            and known_equal(math.prod(heads), leading[0])
-            and known_equal(rows, leading[1])
-        ):
+        if len(heads) == 2 and same_sizes([math.prod(heads), rows], leading):
             return [*heads, rows]
     return leading
 
@@ -106,7 +103,7 @@ def _check_sizes(site: AttentionSite) -> None:
     *heads, rows, keys = site.shape
     for product, columns in ((site.scores, keys), (site.result, value(site.result).shape[-1])):
         wanted = [math.prod(heads), rows, columns]
-        if not all(map(known_equal, value(product).shape, wanted)):
+        if not same_sizes(value(product).shape, wanted):
             actual = f"{spell_shape(value(product).shape)} of {describe(product)}"
             raise Unlike("size", spell_shape(wanted), actual, product)
 
@@ -116,7 +113,7 @@ def _check_masks(site: AttentionSite) -> None:
     for added in site.walk.added:
         shape = list(value(added.at).shape)
         wanted = site.shape if len(shape) == len(site.shape) else [shape[0], *site.shape[-2:]]
-        if len(shape) != len(wanted) or not all(map(known_equal, shape, wanted)):
+        if not same_sizes(shape, wanted):
             expected = f"a mask for scores {spell_shape(site.shape)}"
             raise Unlike("size", expected, spell_shape(shape), added.mask)
 

@@ -18,8 +18,8 @@ from atomc.graph.canonical import call, value
 from atomc.graph.sizes import known_equal
 from atomc.passes.recognize.attention.causal_mask import Band, visible
 from atomc.passes.recognize.attention.masks import HIDES
-from atomc.passes.recognize.attention.walk import Unlike
 from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.matching.pattern import Unlike
 from atomc.rewriting.rewrite import Fired
 
 

@@ -10,8 +10,9 @@ from atomc import ops
 from atomc.graph.canonical import Attr, call, only_reader, value
 from atomc.graph.edit import insert, nodes_between
 from atomc.graph.provenance import inherited
+from atomc.graph.sizes import same_sizes
 from atomc.graph.strides import same_strides
-from atomc.passes.recognize.attention.heads import Shape, has_shape, reshape, tokens_first
+from atomc.passes.recognize.attention.heads import Shape, reshape, tokens_first
 from atomc.passes.recognize.attention.mask_argument import sum_of_masks, visible_keys
 from atomc.passes.recognize.attention.match_site import AttentionSite
 from atomc.rewriting.rewrite import Fired
@@ -54,5 +55,6 @@ def replace_by_op(site: AttentionSite, moved: list[tuple[Node, torch.Tensor]]) -
 def _viewed_result(result: Node, shape: Shape) -> Node:
     """The only reader of the product, if it is a view of this shape; else the product."""
     reader = only_reader(result)
-    seen = reader is not None and call(reader).op == "view" and has_shape(reader, shape)
-    return reader if reader is not None and seen else result
+    if reader is None or call(reader).op != "view" or not same_sizes(value(reader).shape, shape):
+        return result
+    return reader

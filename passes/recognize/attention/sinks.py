@@ -9,7 +9,8 @@ from atomc.graph.canonical import call, spell, value
 from atomc.graph.provenance import describe
 from atomc.graph.sizes import known_equal
 from atomc.passes.recognize.attention.products import LAYOUT
-from atomc.passes.recognize.attention.walk import Unlike, Walk
+from atomc.passes.recognize.attention.walk import Walk
+from atomc.rewriting.matching.pattern import Unlike
 
 
 def strip_sinks(walk: Walk) -> Node:

@@ -4,16 +4,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from atomc.report.records import MissKind
 from atomc.rewriting.matching.pattern import Difference
-
-
-class Unlike(Exception):
-    """The walk ends at a node that attention does not have."""
-
-    def __init__(self, kind: MissKind, expected: str, found: str, node: Node):
-        super().__init__(found)
-        self.difference = Difference(kind, expected, found, node)
 
 
 @dataclass
