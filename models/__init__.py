@@ -4,11 +4,11 @@ Every model is called as `model(input_ids [T], positions [T], logits_rows=None) 
 V]`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +40,7 @@ REGISTRY = {
 }
 
 
-def architectures_of(config: Mapping[str, JSONLike]) -> list[str]:
+def architectures_of(config: JSONMapping) -> list[str]:
     """The `architectures` of config.json. Raises ValueError if there are none."""
     architectures = config.get("architectures")
     stored = architectures if isinstance(architectures, list) else []

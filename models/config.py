@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Self
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LARGEST = 3.4e38  # the largest fp32 number: norms and rotary positions are computed in fp32
 
 
-def model_type(hf: Mapping[str, JSONLike]) -> str:
+def model_type(hf: JSONMapping) -> str:
     return str(hf.get("model_type") or "model")
 
 
-def text_config(hf: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
+def text_config(hf: JSONMapping) -> JSONMapping:
     """The fields of the text model, which a model with images has in `text_config`."""
     nested = hf.get("text_config")
     if nested is None:
@@ -27,7 +27,7 @@ def text_config(hf: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
     return {"tie_word_embeddings": hf.get("tie_word_embeddings"), **nested}
 
 
-def integer(hf: Mapping[str, JSONLike], name: str, default: int | None = None) -> int:
+def integer(hf: JSONMapping, name: str, default: int | None = None) -> int:
     """A positive integer; null counts as missing."""
     value = hf.get(name)
     if value is None:
@@ -39,7 +39,7 @@ def integer(hf: Mapping[str, JSONLike], name: str, default: int | None = None) -
     return value
 
 
-def number(hf: Mapping[str, JSONLike], name: str, default: float | None = None) -> float:
+def number(hf: JSONMapping, name: str, default: float | None = None) -> float:
     """A positive number of fp32; null counts as missing."""
     value = hf.get(name)
     if value is None:
@@ -51,12 +51,12 @@ def number(hf: Mapping[str, JSONLike], name: str, default: float | None = None) 
     return float(value)
 
 
-def count(hf: Mapping[str, JSONLike], name: str, default: int) -> int:
+def count(hf: JSONMapping, name: str, default: int) -> int:
     """An integer of at least 0; null counts as missing."""
     return 0 if hf.get(name) == 0 else integer(hf, name, default)
 
 
-def flag(hf: Mapping[str, JSONLike], name: str, default: bool = False) -> bool:
+def flag(hf: JSONMapping, name: str, default: bool = False) -> bool:
     """true or false; null counts as missing."""
     value = hf.get(name)
     if not isinstance(value, bool | None):
@@ -80,12 +80,12 @@ class DecoderConfig:
     num_attention_heads: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_parameters: Mapping[str, JSONLike]
+    rope_parameters: JSONMapping
     attention_bias: bool = False
     tie_word_embeddings: bool = False
 
     @classmethod
-    def read(cls, hf: Mapping[str, JSONLike], **computed: object) -> Self:
+    def read(cls, hf: JSONMapping, **computed: object) -> Self:
         """A config with these computed fields; each other field is read by its type.
 
         Raises ValueError for a missing or mistyped field.
@@ -101,7 +101,7 @@ class DecoderConfig:
         return create(**stored, **computed)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class AttentionConfig(DecoderConfig):
     head_dim: int
 
 
-def only(hf: Mapping[str, JSONLike], name: str, *supported: object) -> None:
+def only(hf: JSONMapping, name: str, *supported: object) -> None:
     """Raise ValueError for an unsupported value; a missing field or null is allowed."""
     value = hf.get(name)
     if value is not None and value not in supported:
@@ -124,7 +124,7 @@ def only(hf: Mapping[str, JSONLike], name: str, *supported: object) -> None:
         )
 
 
-def head_counts(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
+def head_counts(hf: JSONMapping) -> tuple[int, int]:
     """(num_attention_heads, num_key_value_heads); the second defaults to the first."""
     heads = integer(hf, "num_attention_heads")
     kv_heads = integer(hf, "num_key_value_heads", heads)
@@ -136,13 +136,13 @@ def head_counts(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def head_fields(hf: Mapping[str, JSONLike], default: int | None = None) -> dict[str, int]:
+def head_fields(hf: JSONMapping, default: int | None = None) -> dict[str, int]:
     """The heads of an AttentionConfig. default: as in head_width."""
     _, kv_heads = head_counts(hf)
     return {"num_key_value_heads": kv_heads, "head_dim": head_width(hf, default)}
 
 
-def expert_counts(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
+def expert_counts(hf: JSONMapping) -> tuple[int, int]:
     """The number of experts, and how many of them each token goes through (num_experts_per_tok)."""
     name = next((name for name in NUM_EXPERTS if hf.get(name) is not None), NUM_EXPERTS[0])
     experts, per_token = integer(hf, name), integer(hf, "num_experts_per_tok")
@@ -153,13 +153,13 @@ def expert_counts(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
     return experts, per_token
 
 
-def expert_fields(hf: Mapping[str, JSONLike]) -> dict[str, int]:
+def expert_fields(hf: JSONMapping) -> dict[str, int]:
     """expert_counts as fields of a Config."""
     experts, per_token = expert_counts(hf)
     return {"num_experts": experts, "num_experts_per_tok": per_token}
 
 
-def expert_groups(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
+def expert_groups(hf: JSONMapping) -> tuple[int, int]:
     """n_group and topk_group: experts are chosen from this many of so many groups."""
     groups, topk_groups = integer(hf, "n_group", 1), integer(hf, "topk_group", 1)
     experts, per_token = expert_counts(hf)
@@ -171,7 +171,7 @@ def expert_groups(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
     return groups, topk_groups
 
 
-def head_width(hf: Mapping[str, JSONLike], default: int | None = None) -> int:
+def head_width(hf: JSONMapping, default: int | None = None) -> int:
     """head_dim, else the default, else hidden_size / num_attention_heads. Must be even: rotary
     positions pair columns.
     """
@@ -191,7 +191,7 @@ def head_width(hf: Mapping[str, JSONLike], default: int | None = None) -> int:
 
 
 def layer_types(
-    hf: Mapping[str, JSONLike],
+    hf: JSONMapping,
     default: Sequence[str],
     kinds: Sequence[str] = ("full_attention", "sliding_attention"),
     name: str = "layer_types",

@@ -5,13 +5,13 @@ T tokens, D model width, H head width, V vocabulary, R rows with logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import AttentionConfig, DecoderConfig
 from atomc.models.layers import RMSNorm
 from atomc.models.rotary import Rotary
@@ -43,19 +43,29 @@ class GroupedQueryAttention(nn.Module):
     """The projections and the state of grouped-query attention (Ainslie et al. 2023). A model adds
     the forward pass.
 
-    window  of how many keys a query reads the last; 0: all
+    window       of how many keys a query reads the last; 0: all
+    queries      1, or 2 where a query head has a gate of its width
+    output_bias  whether the output projection has a bias; None: if the others have
     """
 
-    def __init__(self, config: AttentionConfig, window: int = 0):
+    def __init__(
+        self,
+        config: AttentionConfig,
+        window: int = 0,
+        *,
+        queries: int = 1,
+        output_bias: bool | None = None,
+    ):
         super().__init__()
         width, bias = config.hidden_size, config.attention_bias
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.window = config.head_dim, window
         self.scale = config.head_dim**-0.5
-        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
+        self.q_proj = nn.Linear(width, queries * heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
+        output_bias = bias if output_bias is None else output_bias
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=output_bias)
         self.kv = ops.kv_state(kv_heads, self.head_dim)
 
 
@@ -137,7 +147,7 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
+    def from_hf(cls, hf: JSONMapping, *, draft_layer: bool = False) -> Self:
         """The model of a config.json. draft_layer: with its first draft layer.
 
         Raises ValueError for an invalid or unsupported field.

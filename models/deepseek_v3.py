@@ -6,7 +6,6 @@ rotated, V width of values, L width of the latent, E experts.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONLike, JSONMapping
 from atomc.models.config import (
     DecoderConfig,
     count,
@@ -67,7 +66,7 @@ class Config(GroupedExpertsConfig):
     rope_interleave: bool = True
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         only(hf, "mlp_bias", False)
@@ -104,7 +103,7 @@ class Config(GroupedExpertsConfig):
         )
 
 
-def _mlp_layer_types(hf: Mapping[str, JSONLike]) -> tuple[str, ...]:
+def _mlp_layer_types(hf: JSONMapping) -> tuple[str, ...]:
     """By default, the first first_k_dense_replace layers are dense."""
     layers, dense = integer(hf, "num_hidden_layers"), count(hf, "first_k_dense_replace", 0)
     default = ["dense" if i < dense else "sparse" for i in range(layers)]
@@ -244,7 +243,7 @@ class DeepseekV3ForCausalLM(WithNumberedDraftLayer):
         super().__init__(config, layers, rotary_emb, draft=draft)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
+    def from_hf(cls, hf: JSONMapping, *, draft_layer: bool = False) -> Self:
         fields = {name: x for name, x in hf.items() if x is not None or name == "q_lora_rank"}
         return super().from_hf({**cls.DEFAULTS, **fields}, draft_layer=draft_layer)
 

@@ -4,14 +4,13 @@ T tokens, D model width, N heads, J heads of the indexer, C width of its queries
 the first R columns are rotated; K chosen keys.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONLike, JSONMapping
 from atomc.models import deepseek_v3
 from atomc.models.config import integer, model_type, only
 from atomc.models.rotary import apply_partial_rope
@@ -28,7 +27,7 @@ class Config(deepseek_v3.Config):
     index_topk: int
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         config = super().from_hf(hf)
         only(hf, "rope_interleave", True)

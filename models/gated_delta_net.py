@@ -6,7 +6,6 @@ C = 2 H K + N V channels: those of all queries, keys and values.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import (
     AttentionConfig,
     DecoderConfig,
@@ -44,7 +43,7 @@ class DeltaNetSizes:
     conv_kernel_dim: int
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for an invalid value."""
         key_heads = integer(hf, "linear_num_key_heads", 16)
         value_heads = integer(hf, "linear_num_value_heads", 32)
@@ -78,7 +77,7 @@ class DeltaNetSizes:
         return self.num_value_heads * self.value_head_dim
 
 
-def hybrid_layer_types(hf: Mapping[str, JSONLike]) -> tuple[str, ...]:
+def hybrid_layer_types(hf: JSONMapping) -> tuple[str, ...]:
     """One of LAYER_TYPES per layer; by default, every full_attention_interval-th is full."""
     count, interval = integer(hf, "num_hidden_layers"), integer(hf, "full_attention_interval", 4)
     default = [LAYER_TYPES[(i + 1) % interval == 0] for i in range(count)]
@@ -96,7 +95,7 @@ class HybridConfig(AttentionConfig):
     rms_norm_eps: float = 1e-6
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], **computed: object) -> Self:
+    def from_hf(cls, hf: JSONMapping, **computed: object) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         heads, rope = head_fields(hf, 256), rope_parameters(hf, PARTIAL_ROTARY)

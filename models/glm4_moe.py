@@ -6,14 +6,13 @@ rows with logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import (
     AttentionConfig,
     count,
@@ -22,7 +21,7 @@ from atomc.models.config import (
     head_fields,
     only,
 )
-from atomc.models.decoder import DECODER_SHARD, Layer
+from atomc.models.decoder import DECODER_SHARD, GroupedQueryAttention, Layer
 from atomc.models.grouped_experts import GroupedExpertsConfig, MoE
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.mtp import DraftLayer, WithNumberedDraftLayer
@@ -44,7 +43,7 @@ class Config(AttentionConfig, GroupedExpertsConfig):
     use_qk_norm: bool = False
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         heads, rope = head_fields(hf), rope_parameters(hf, partial=0.5)
@@ -63,19 +62,10 @@ class Config(AttentionConfig, GroupedExpertsConfig):
         )
 
 
-class Attention(nn.Module):
+class Attention(GroupedQueryAttention):
     def __init__(self, config: Config):
-        super().__init__()
-        width, bias = config.hidden_size, config.attention_bias
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
+        super().__init__(config, output_bias=False)
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
-        self.kv = ops.kv_state(kv_heads, self.head_dim)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q_TNH = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))

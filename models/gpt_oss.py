@@ -6,7 +6,6 @@ each token, V vocabulary, R rows with logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import (
     AttentionConfig,
     expert_fields,
@@ -31,7 +30,7 @@ from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 SHARD = DECODER_SHARD | {"sinks": "colwise"}  # like query heads
 
 # Of a config without rope_parameters.
-ROPE: Mapping[str, JSONLike] = {
+ROPE: JSONMapping = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -55,7 +54,7 @@ class Config(AttentionConfig):
     swiglu_limit: float = 7.0
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         layers = integer(hf, "num_hidden_layers")

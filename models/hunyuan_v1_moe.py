@@ -4,7 +4,7 @@ T tokens, D model width, N query heads, K key/value heads, H head width, E exper
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import (
     AttentionConfig,
     expert_counts,
@@ -38,7 +38,7 @@ class Config(AttentionConfig):
     rms_norm_eps: float = 1e-5
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         only(hf, "attention_bias", False)
@@ -47,7 +47,7 @@ class Config(AttentionConfig):
         return cls.read(hf, **heads, num_experts=experts, moe_topk=topk, rope_parameters=_rope(hf))
 
 
-def _rope(hf: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
+def _rope(hf: JSONMapping) -> JSONMapping:
     """The rope settings; "dynamic" with a fixed alpha is the default with a larger theta."""
     scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or not scaling.get("alpha"):

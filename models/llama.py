@@ -5,14 +5,13 @@ logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from torch import Tensor
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import AttentionConfig, head_fields, integer, only
 from atomc.models.decoder import DECODER_SHARD, CausalLM, GroupedQueryAttention, Layer
 from atomc.models.layers import MLP
@@ -30,7 +29,7 @@ class Config(AttentionConfig):
     mlp_bias: bool = False
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         window = None

@@ -5,7 +5,6 @@ rows with logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models import experts
 from atomc.models.config import AttentionConfig, expert_fields, head_fields, integer, only
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
@@ -34,7 +33,7 @@ class Config(AttentionConfig):
     sliding_window: int | None
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         window = None if hf.get("sliding_window") is None else integer(hf, "sliding_window")

@@ -8,12 +8,12 @@ grid. Frames of a video are images.
 T tokens, D model width, H head width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import model_type
 from atomc.models.image_grid import Grid, num_image_tokens
 from atomc.models.rotary import Rope, Rotary
@@ -55,7 +55,7 @@ def _text(position: int, length: int) -> Tensor:
 
 
 def mrope_section(
-    hf: Mapping[str, JSONLike], rope: Rope, default: tuple[int, int, int]
+    hf: JSONMapping, rope: Rope, default: tuple[int, int, int]
 ) -> tuple[int, int, int]:
     """How many columns turn by the temporal, vertical and horizontal position.
 

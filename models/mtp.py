@@ -11,13 +11,13 @@ T tokens, D model width, R rows with logits, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import DecoderConfig, count, integer, only, text_config
 from atomc.models.decoder import CausalLM, Decoder, Layer
 from atomc.models.layers import OnePlusRMSNorm, RMSNorm
@@ -155,7 +155,7 @@ class WithDraftLayer(ABC):
 
     @classmethod
     @abstractmethod
-    def stored_draft(cls, hf: Mapping[str, JSONLike]) -> StoredDraft:
+    def stored_draft(cls, hf: JSONMapping) -> StoredDraft:
         """Raises ValueError for a draft layer that is not implemented."""
 
     @abstractmethod
@@ -171,7 +171,7 @@ class WithNumberedDraftLayer(WithDraftLayer, CausalLM):
     """The draft layer, if it was made, is the last of `model.layers`."""
 
     @classmethod
-    def stored_draft(cls, hf: Mapping[str, JSONLike]) -> StoredDraft:
+    def stored_draft(cls, hf: JSONMapping) -> StoredDraft:
         field = "num_nextn_predict_layers"
         prefix = f"model.layers.{integer(hf, 'num_hidden_layers')}."
         return StoredDraft(count(hf, field, 0), field, prefix)
@@ -194,7 +194,7 @@ class WithMTP(WithDraftLayer):
     draft_class: ClassVar[type[DraftModel]] = DraftModel
 
     @classmethod
-    def stored_draft(cls, hf: Mapping[str, JSONLike]) -> StoredDraft:
+    def stored_draft(cls, hf: JSONMapping) -> StoredDraft:
         """The config of Qwen3-Next has no field for its draft layer."""
         text = text_config(hf)
         only(text, "mtp_use_dedicated_embeddings", False)

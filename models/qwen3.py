@@ -5,14 +5,13 @@ logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from torch import Tensor
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import (
     AttentionConfig,
     count,
@@ -38,7 +37,7 @@ class Config(AttentionConfig):
     layer_types: tuple[str, ...]
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         window = sliding_window(hf)
@@ -51,14 +50,14 @@ class Config(AttentionConfig):
         )
 
 
-def sliding_window(hf: Mapping[str, JSONLike]) -> int | None:
+def sliding_window(hf: JSONMapping) -> int | None:
     """The window of a config that uses one."""
     if flag(hf, "use_sliding_window") and hf.get("sliding_window", 4096) is not None:
         return integer(hf, "sliding_window", 4096)
     return None
 
 
-def _default_layer_types(hf: Mapping[str, JSONLike], window: int | None) -> list[str]:
+def _default_layer_types(hf: JSONMapping, window: int | None) -> list[str]:
     """Of an older config, which only has the first layer with a window."""
     num_layers = integer(hf, "num_hidden_layers")
     first = count(hf, "max_window_layers", 28) if window else num_layers

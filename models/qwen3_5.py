@@ -4,13 +4,12 @@ T tokens, D model width. Images have positions of three kinds; those of text are
 positions are then the usual ones.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import text_config
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.gated_delta_net import (
@@ -82,5 +81,5 @@ class Qwen3_5ForCausalLM(CausalLM, WithMTP):
         self.mtp = draft_layer_of(config) if draft_layer else None
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
+    def from_hf(cls, hf: JSONMapping, *, draft_layer: bool = False) -> Self:
         return super().from_hf(text_config(hf), draft_layer=draft_layer)

@@ -1,10 +1,9 @@
 """Qwen3.5 with experts, its text model: Qwen3.5 whose MLPs are those of Qwen3-Next."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models import qwen3_5
 from atomc.models.qwen3_next import ExpertsConfig
 
@@ -17,7 +16,7 @@ class Config(ExpertsConfig):
     shared_expert_intermediate_size: int = 512
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], **computed: object) -> Self:
+    def from_hf(cls, hf: JSONMapping, **computed: object) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         return super().from_hf(hf, norm_topk_prob=True, **computed)
 

@@ -2,10 +2,9 @@
 is dense, or has experts.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar, Self
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models import qwen3_5, qwen3_5_moe
 from atomc.models.config import flag
 from atomc.models.decoder import DECODER_SHARD
@@ -39,7 +38,7 @@ class Qwen3_5ForConditionalGeneration(VisionLanguageModel, WithMTP):
         self.mtp = qwen3_5.draft_layer_of(text) if draft_layer else None
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
+    def from_hf(cls, hf: JSONMapping, *, draft_layer: bool = False) -> Self:
         tied = {"tie_word_embeddings": flag(hf, "tie_word_embeddings")}
         text = cls.text_class.from_hf({**part(hf, "text_config"), **tied})
         tokens = ImageTokens.from_hf(hf, image=248056, video=248057)

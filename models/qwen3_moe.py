@@ -5,7 +5,6 @@ rows with logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models import experts
 from atomc.models.config import (
     AttentionConfig,
@@ -51,7 +50,7 @@ class Config(RouterConfig):
     sliding_window: int | None
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         return cls.read(
@@ -64,7 +63,7 @@ class Config(RouterConfig):
         )
 
 
-def moe_layers(hf: Mapping[str, JSONLike]) -> frozenset[int]:
+def moe_layers(hf: JSONMapping) -> frozenset[int]:
     """The layers with experts: every decoder_sparse_step-th, except mlp_only_layers."""
     step, dense = integer(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     if not isinstance(dense, list):

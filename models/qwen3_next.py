@@ -6,7 +6,6 @@ key heads, N value heads of width V, C columns of what is projected.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import AttentionConfig, expert_fields
-from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
+from atomc.models.decoder import DECODER_SHARD, CausalLM, GroupedQueryAttention, Layer
 from atomc.models.experts import Experts
 from atomc.models.gated_delta_net import (
     DeltaNet,
@@ -43,7 +42,7 @@ class ExpertsConfig(HybridConfig, RouterConfig):
     shared_expert_intermediate_size: int
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], **computed: object) -> Self:
+    def from_hf(cls, hf: JSONMapping, **computed: object) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         return super().from_hf(hf, **expert_fields(hf), **computed)
 
@@ -54,34 +53,27 @@ class Config(ExpertsConfig):
     moe_layers: frozenset[int]
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], **computed: object) -> Self:
+    def from_hf(cls, hf: JSONMapping, **computed: object) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         return super().from_hf(hf, moe_layers=moe_layers(hf), **computed)
 
 
-class Attention(nn.Module):
+class Attention(GroupedQueryAttention):
     """Attention whose result is multiplied by the sigmoid of a gate, a second half of each query
     head (Qiu et al. 2025).
     """
 
     def __init__(self, config: AttentionConfig):
-        super().__init__()
-        width, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(width, heads * self.head_dim * 2, bias=bias)
-        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
+        super().__init__(config, queries=2)
         self.q_norm = OnePlusRMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = OnePlusRMSNorm(self.head_dim, config.rms_norm_eps)
-        self.kv = ops.kv_state(kv_heads, self.head_dim)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q_TNH, gate_TNH = self.q_proj(x_TD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
         k_TKH = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
         v_TKH = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
         q_TNH, k_TKH = apply_partial_rope(self.q_norm(q_TNH), k_TKH, cos, sin)
-        out_TNH = ops.attention(q_TNH, k_TKH, v_TKH, self.kv, scale=self.head_dim**-0.5)
+        out_TNH = ops.attention(q_TNH, k_TKH, v_TKH, self.kv, scale=self.scale)
         out_TD: Tensor = self.o_proj((out_TNH * gate_TNH.sigmoid()).flatten(-2))
         return out_TD
 

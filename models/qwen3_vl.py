@@ -3,10 +3,9 @@
 (DeepStack, Meng et al. 2024).
 """
 
-from collections.abc import Mapping
 from typing import Self
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models import qwen3
 from atomc.models.config import flag
 from atomc.models.decoder import DECODER_SHARD, Layer
@@ -36,7 +35,7 @@ class Qwen3VLForConditionalGeneration(VisionLanguageModel):
         super().__init__(text, images, layers, text.head_dim)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: JSONMapping) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         tied = {"tie_word_embeddings": flag(hf, "tie_word_embeddings")}
         text = qwen3.Config.from_hf({**TEXT_DEFAULTS, **part(hf, "text_config"), **tied})

@@ -4,7 +4,6 @@ images, each of which sees the patches of its frame; blocks of patches become to
 P patches of W values, I tokens, C width of the encoder, N heads, H head width, E width of a token.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import integer, model_type, number, only
 from atomc.models.rotary import Rope, Rotary, apply_rope
 from atomc.ops.inputs import PatchInputs
@@ -36,9 +35,7 @@ class VisionConfig:
     deepstack_visual_indexes: tuple[int, ...]
 
     @classmethod
-    def from_hf(
-        cls, hf: Mapping[str, JSONLike], deepstack: tuple[int, ...] | None
-    ) -> "VisionConfig":
+    def from_hf(cls, hf: JSONMapping, deepstack: tuple[int, ...] | None) -> "VisionConfig":
         """deepstack: deepstack_visual_indexes of a config without the field; None: there are none.
 
         Raises ValueError for an unsupported value.
@@ -83,7 +80,7 @@ class VisionConfig:
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
-def _levels(hf: Mapping[str, JSONLike], default: tuple[int, ...]) -> tuple[int, ...]:
+def _levels(hf: JSONMapping, default: tuple[int, ...]) -> tuple[int, ...]:
     stored = hf.get("deepstack_visual_indexes")
     stored = list(default) if stored is None else stored
     levels = (

@@ -7,16 +7,16 @@ bit.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONLike, JSONMapping
 from atomc.models.config import integer, model_type, number
 
 # As rope_parameters returns them.
-Rope = Mapping[str, JSONLike]
+Rope = JSONMapping
 
 NEEDED = {
     "default": (),
@@ -38,7 +38,7 @@ NUMBERS = (
 ZERO_IS_NONE = ("mscale", "mscale_all_dim")
 
 
-def rope_parameters(hf: Mapping[str, JSONLike], partial: float | None = None) -> Rope:
+def rope_parameters(hf: JSONMapping, partial: float | None = None) -> Rope:
     """The rope settings as in transformers 5, also from `rope_theta` and `rope_scaling`.
 
     partial  partial_rotary_factor of a config without the field, for a model that may rotate only
@@ -76,9 +76,7 @@ def rope_parameters(hf: Mapping[str, JSONLike], partial: float | None = None) ->
     return rope
 
 
-def _supported(
-    hf: Mapping[str, JSONLike], stored: JSONLike, partial: float | None
-) -> dict[str, JSONLike]:
+def _supported(hf: JSONMapping, stored: JSONLike, partial: float | None) -> dict[str, JSONLike]:
     """The given settings with their rope_type. Raises ValueError for unsupported settings."""
     if not isinstance(stored, dict):
         raise ValueError(
@@ -106,7 +104,7 @@ def _supported(
     return {**stored, "rope_type": rope_type, "partial_rotary_factor": factor}
 
 
-def rotated_columns(hf: Mapping[str, JSONLike], rope: Rope, head_dim: int) -> int:
+def rotated_columns(hf: JSONMapping, rope: Rope, head_dim: int) -> int:
     """The number of columns of a head that are rotated. Must be even: positions pair columns."""
     columns = int(head_dim * number(rope, "partial_rotary_factor"))
     if columns % 2 or not columns:

@@ -6,13 +6,13 @@ L), V vocabulary, R rows with logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor of tokens then has B before T.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONLike, JSONMapping
 from atomc.models.config import DecoderConfig, integer, model_type
 from atomc.models.decoder import Decoder, Norm
 from atomc.models.layers import RMSNorm
@@ -30,12 +30,12 @@ class ImageTokens(NamedTuple):
     video_token_id: int
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], image: int, video: int) -> "ImageTokens":
+    def from_hf(cls, hf: JSONMapping, image: int, video: int) -> "ImageTokens":
         """image, video: the ids of a config without the fields."""
         return cls(integer(hf, "image_token_id", image), integer(hf, "video_token_id", video))
 
 
-def part(hf: Mapping[str, JSONLike], name: str) -> dict[str, JSONLike]:
+def part(hf: JSONMapping, name: str) -> dict[str, JSONLike]:
     """A nested config. Raises ValueError if it is no object."""
     nested = hf.get(name)
     if not isinstance(nested, dict):
@@ -56,7 +56,7 @@ class Images(NamedTuple):
     @classmethod
     def from_hf(
         cls,
-        hf: Mapping[str, JSONLike],
+        hf: JSONMapping,
         text: DecoderConfig,
         tokens: ImageTokens,
         *,

@@ -48,15 +48,11 @@ def _example(quantizer: Quantizer) -> Example:
     }
 
 
-def _attrs(quantizer: Quantizer, **_: object) -> dict[str, str]:
-    return {"scheme": quantizer.scheme}
-
-
 SILU_AND_MUL_QUANT = Rewrite(
     "silu_and_mul_quant",
     _pattern,
     _replacement,
     _example,
-    attrs=_attrs,
+    attrs=lambda quantizer, **_: {"scheme": quantizer.scheme},
     cases=[Case(q.scheme, {"quantizer": q}, q.needs) for q in QUANTIZERS],
 )

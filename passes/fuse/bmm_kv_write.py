@@ -87,10 +87,6 @@ def _mxfp4() -> Example:
     }
 
 
-def _attrs(scheme: str, **_: object) -> dict[str, str]:
-    return {"scheme": scheme}
-
-
 _MODELS = OneOf(*FLOATS)
 _PRODUCTS = {"mxfp4": "bmm_mxfp4", "fp8": "scaled_bmm_fp8"}
 BMM_ROPE_KV_WRITE = Rewrite(
@@ -98,7 +94,7 @@ BMM_ROPE_KV_WRITE = Rewrite(
     _pattern,
     ops.bmm_rope_kv_write,
     _example,
-    attrs=_attrs,
+    attrs=lambda scheme, **_: {"scheme": scheme},
     cases=[
         Case(
             f"{scheme}{', fp8 cache' * scaled}",

@@ -9,12 +9,13 @@ graphs.
 """
 
 from itertools import product
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.ops.experts import ACTIVATIONS
+from atomc.ops.experts import ACTIVATIONS, Gate
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
 
@@ -31,23 +32,10 @@ def _pattern(
     nowhere: int,
     ranks: int,
     process_group: str,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     tokens = ops.dispatch_tokens(x, ids, weights, places, nowhere, ranks, process_group)
-    partial = ops.moe_experts(
-        *tokens,
-        w13,
-        w2,
-        b13,
-        b2,
-        activation=activation,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
-    )
+    partial = ops.moe_experts(*tokens, w13, w2, b13, b2, **gate)
     return ops.combine_tokens(partial, ranks, process_group)
 
 

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.ops.op import OpFunction
 from atomc.ops.route import GROUP_SCORES, SCORES
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
+
+# `choice` are the keyword arguments of the router.
+_topk_route: OpFunction[..., tuple[Tensor, Tensor]] = ops.topk_route
 
 
 def _pattern(
@@ -24,32 +28,10 @@ def _pattern(
     linear_bias: Tensor | None,
     bias: Tensor | None,
     logits_dtype: torch.dtype,
-    k: int,
-    score: str,
-    groups: int,
-    topk_groups: int,
-    group_score: str,
-    renormalize: bool,
-    eps: float,
-    min_sum: float,
-    scale: float,
-    dtype: torch.dtype,
+    **choice: object,
 ) -> tuple[Tensor, Tensor]:
     logits = ops.linear(x.to(logits_dtype), weight.to(logits_dtype), linear_bias)
-    return ops.topk_route(
-        logits,
-        bias,
-        k=k,
-        score=score,
-        groups=groups,
-        topk_groups=topk_groups,
-        group_score=group_score,
-        renormalize=renormalize,
-        eps=eps,
-        min_sum=min_sum,
-        scale=scale,
-        dtype=dtype,
-    )
+    return _topk_route(logits, bias, **choice)
 
 
 def _example(
@@ -95,17 +77,13 @@ def _case(
     )
 
 
-def _attrs(score: str, **_: object) -> dict[str, str]:
-    return {"score": score}
-
-
 _16_BITS = (torch.bfloat16, torch.float16)
 LINEAR_TOPK_ROUTE = Rewrite(
     "linear_topk_route",
     _pattern,
     ops.linear_topk_route,
     _example,
-    attrs=_attrs,
+    attrs=lambda score, **_: {"score": score},
     cases=[
         _case(stored, logits, *biases)
         for (stored, logits), biases in product(

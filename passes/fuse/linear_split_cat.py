@@ -10,7 +10,6 @@ k_pe are the rotated keys, expanded over the heads. The dimension of heads may b
 tokens, as in the classes of transformers.
 """
 
-from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -18,10 +17,9 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.ops.formats import FLOATS, FP8
+from atomc.passes.typed_aten import transpose
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
-
-transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
 
 
 def _pattern(
@@ -102,10 +100,6 @@ def _mxfp4(rows: tuple[int, ...]) -> Example:
     return {name: tensor_example(*shape, dtype=torch.uint8) for name, shape in shapes.items()}
 
 
-def _attrs(scheme: str, **_: object) -> dict[str, str]:
-    return {"scheme": scheme}
-
-
 _MODELS = OneOf(*FLOATS)
 _LINEARS = {
     "fp8": "scaled_linear_fp8",
@@ -117,7 +111,7 @@ LINEAR_SPLIT_CAT = Rewrite(
     _pattern,
     _replacement,
     _example,
-    attrs=_attrs,
+    attrs=lambda scheme, **_: {"scheme": scheme},
     needs={"aten::cat": {}, "aten::expand": {}},
     cases=[
         Case(

@@ -28,12 +28,12 @@ from atomc.graph.sizes import known_equal
 from atomc.ops.experts import activated, gate_and_up
 from atomc.ops.op import op_of
 from atomc.ops.op_traits import Kind
+from atomc.passes.typed_aten import transpose
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.matching.pattern import Index
 from atomc.rewriting.rewrite import Case, Fired, Needs, Rewrite
 
-transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
 TRANSFORMERS = "transformers.integrations.moe"
 
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import spell_shape
 from atomc.ops.formats import FLOATS, FP8
+from atomc.passes.typed_aten import transpose
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite, unsupported
 
-transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
 squeeze: Callable[[Tensor, int], Tensor] = torch.ops.aten.squeeze.dim
 
 

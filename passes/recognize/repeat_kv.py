@@ -7,16 +7,13 @@
    attention(q, k.transpose, v.transpose)
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.passes.typed_aten import transpose
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
-
-transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
 
 
 def _repeated(x: Tensor, group: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal, spell_shape
 from atomc.ops.rope import ROPE_STYLES, columns_per_angle, rotate
+from atomc.passes.typed_aten import to_copy
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
 
@@ -24,7 +25,6 @@ neg: Callable[[Tensor], Tensor] = aten.neg.default
 clone: Callable[[Tensor], Tensor] = aten.clone.default
 select: Callable[[Tensor, int, int], Tensor] = aten.select.int
 view_as_real: Callable[[Tensor], Tensor] = aten.view_as_real.default
-to_copy: Callable[..., Tensor] = aten._to_copy.default
 
 
 def turns_pairs(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:

@@ -10,16 +10,12 @@ the other direction leads to this order:
     rope(x, cos, sin).transpose(1, 2)      =>    rope(x.transpose(1, 2), cos.T, sin.T)
 """
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.passes.typed_aten import transpose
 from atomc.rewriting.example import Example, tensor_example
 from atomc.rewriting.rewrite import Rewrite
-
-transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
 
 
 def _norm_pattern(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:

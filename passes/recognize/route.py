@@ -9,7 +9,7 @@ Variants: a bias that only chooses, experts of the best groups only, a softmax o
 logits. The pattern of a router is made of the steps that are found behind its topk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -20,11 +20,11 @@ from torch.fx import Node
 
 from atomc import ops
 from atomc.graph.canonical import Call, call, readers, value
+from atomc.passes.typed_aten import to_copy
 from atomc.rewriting.example import Example, ExampleValue, OneOf, tensor_example
 from atomc.rewriting.matching.pattern import Index
 from atomc.rewriting.rewrite import Case, Rewrite
 
-to_copy: Callable[..., Tensor] = torch.ops.aten._to_copy.default
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SCORES = {"_softmax": "softmax", "sigmoid": "sigmoid", "sqrt": "sqrt_softplus"}
 # What happens to weights, in the order of the op.
