@@ -202,10 +202,6 @@ def _whole_slice(node: Node, here: Call) -> Node | None:
     )
 
 
-def _permuted_back(node: Node, here: Call) -> Node | None:
-    return permuted_back(node)
-
-
 def _neutral(node: Node, here: Call) -> Node | None:
     """The operand of arithmetic with the neutral constant."""
     constants = {
@@ -241,6 +237,6 @@ _GIVES_BACK: dict[str, Callable[[Node, Call], Node | None]] = {
     "copy": _overwritten,
     "view": _same_view,
     "slice": _whole_slice,
-    "permute": _permuted_back,
+    "permute": lambda node, here: permuted_back(node),
     **dict.fromkeys(_NEUTRAL, _neutral),
 }

@@ -156,19 +156,24 @@ def _inspect(
     return report
 
 
+def _sizes_of_symbols(gm: GraphModule, arguments: Sequence[Input]) -> dict[sympy.Symbol, int]:
+    sizes: dict[sympy.Symbol, int] = {}
+    for node, actual in zip(gm.graph.find_nodes(op="placeholder"), arguments, strict=True):
+        fake = node.meta.get("example_value")
+        pairs = [(fake, actual)]
+        if isinstance(fake, Tensor) and isinstance(actual, Tensor):
+            pairs = list(zip(fake.shape, actual.shape, strict=True))
+        for size, number in pairs:
+            if isinstance(size, torch.SymInt) and isinstance(number, int):
+                sizes[expression(size)] = number
+    return sizes
+
+
 def empty_outputs(gm: GraphModule, arguments: Sequence[Input]) -> list[Input]:
     """Zeros with the shapes and dtypes of the graph's outputs, for code that continues after a
     graph break.
     """
-    symbols: dict[sympy.Symbol, int] = {}
-    for node, actual in zip(gm.graph.find_nodes(op="placeholder"), arguments, strict=True):
-        fake = node.meta.get("example_value")
-        if isinstance(fake, torch.SymInt) and isinstance(actual, int):
-            symbols[expression(fake)] = actual
-        elif isinstance(fake, Tensor) and isinstance(actual, Tensor):
-            for size, number in zip(fake.shape, actual.shape, strict=True):
-                if isinstance(size, torch.SymInt):
-                    symbols[expression(size)] = int(number)
+    symbols = _sizes_of_symbols(gm, arguments)
 
     def known(size: Size) -> int:
         return int(expression(size).subs(symbols))

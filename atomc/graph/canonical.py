@@ -293,10 +293,6 @@ def _grouped_mm(_: Node, written: Call) -> Call:
     return Call("_grouped_mm", written.operands, {"given": ("self", "mat2", "offs")})
 
 
-def _clone(_: Node, written: Call) -> Call:
-    return Call("clone", written.operands, {})
-
-
 # By name in the schema: (node, its call as written) -> the canonical call.
 _CANONICAL_FORMS: dict[str, Callable[[Node, Call], Call]] = {
     "_to_copy": _cast,
@@ -314,7 +310,7 @@ _CANONICAL_FORMS: dict[str, Callable[[Node, Call], Call]] = {
     "square": _square,
     "pow": _pow,
     "mul": _mul,
-    "clone": _clone,
+    "clone": lambda node, written: Call("clone", written.operands, {}),
     "transformers::grouped_mm_fallback": _grouped_mm,
 }
 

@@ -323,17 +323,25 @@ class Op:
                 f"op {self.name}: no parameter {sorted(map(str, unknown))}, it has "
                 f"{list(parameters)}"
             )
-        if self.cost is read_and_write and self.kind & COST_DIFFERS:
-            raise ValueError(
-                f"op {self.name}: give its cost=, which has no default for "
-                f"{self.kind & COST_DIFFERS}"
-            )
-        if self.linear is None and Kind.EXPERTS in self.kind:
-            raise ValueError(f"op {self.name}: say which linear each expert is (linear=)")
-        if self.sent is None and Kind.COLLECTIVE in self.kind:
-            raise ValueError(f"op {self.name}: say how many bytes a process sends (sent=)")
-        if not weights and Kind.LINEAR in self.kind and "weight_scale" in parameters:
-            raise ValueError(f"op {self.name}: say how its weight is stored (quantized_weight=)")
+        costly = self.kind & COST_DIFFERS
+        quantized = Kind.LINEAR in self.kind and "weight_scale" in parameters
+        for is_missing, text in (
+            (
+                self.cost is read_and_write and costly,
+                f"give its cost=, which has no default for {costly}",
+            ),
+            (
+                self.linear is None and Kind.EXPERTS in self.kind,
+                "say which linear each expert is (linear=)",
+            ),
+            (
+                self.sent is None and Kind.COLLECTIVE in self.kind,
+                "say how many bytes a process sends (sent=)",
+            ),
+            (quantized and not weights, "say how its weight is stored (quantized_weight=)"),
+        ):
+            if is_missing:
+                raise ValueError(f"op {self.name}: {text}")
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"

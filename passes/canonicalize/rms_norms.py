@@ -15,8 +15,12 @@ with a rounding, which are left as they are if roundings are kept. The last one 
 of vLLM, whose kernels round the sum before they normalize it, too.
 """
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from atomc.graph.canonical import call, factor, only_reader, uncast, value
 from atomc.graph.edit import infer, insert, replace
@@ -115,11 +119,8 @@ def _mean(node: Node, changed: list[Node]) -> Node | None:
     by = factor(scaled) if scaled is not None else None
     if scaled is None or by is None or not isinstance(size, int) or abs(by * size - 1) > 1e-7:
         return None
-    changed.append(scaled)
     keepdim = bool(call(node).attrs.get("keepdim", False))
-    mean = insert(scaled, aten.mean.dim, squares, [-1], keepdim)
-    replace(scaled, mean)
-    return mean
+    return _exchange(scaled, changed, aten.mean.dim, squares, [-1], keepdim)
 
 
 def _keep_dim(mean: Node, changed: list[Node]) -> bool:
@@ -143,6 +144,16 @@ def _keep_dim(mean: Node, changed: list[Node]) -> bool:
     return True
 
 
+def _exchange(
+    node: Node, changed: list[Node], target: Callable[..., Tensor], *args: Argument
+) -> Node:
+    """A call in the place of a node, which was changed."""
+    changed.append(node)
+    new = insert(node, target, *args)
+    replace(node, new)
+    return new
+
+
 def _roots(variance: Node, x: Node, changed: list[Node]) -> list[Node]:
     """The nodes that compute 1 / sqrt(variance), all as rsqrt."""
     roots = []
@@ -151,17 +162,10 @@ def _roots(variance: Node, x: Node, changed: list[Node]) -> list[Node]:
         if here.op == "rsqrt":
             roots.append(reader)
         elif here.op == "pow" and here.attrs.get("exponent") == -0.5:
-            roots.append(_replace_by_rsqrt(variance, reader, changed))
+            roots.append(_exchange(reader, changed, aten.rsqrt.default, variance))
         elif here.op == "sqrt" or (here.op == "pow" and here.attrs.get("exponent") == 0.5):
             roots += _sqrt_roots(variance, x, reader, changed)
     return roots
-
-
-def _replace_by_rsqrt(variance: Node, node: Node, changed: list[Node]) -> Node:
-    changed.append(node)
-    root = insert(node, aten.rsqrt.default, variance)
-    replace(node, root)
-    return root
 
 
 def _sqrt_roots(variance: Node, x: Node, sqrt: Node, changed: list[Node]) -> list[Node]:
@@ -169,14 +173,12 @@ def _sqrt_roots(variance: Node, x: Node, sqrt: Node, changed: list[Node]) -> lis
     for reader in list(sqrt.users):
         here = call(reader)
         if here.op == "reciprocal" or (here.op == "pow" and here.attrs.get("exponent") == -1):
-            roots.append(_replace_by_rsqrt(variance, reader, changed))
+            roots.append(_exchange(reader, changed, aten.rsqrt.default, variance))
         elif (
             here.op == "div" and not here.attrs and here.operands in ([x, sqrt], [uncast(x), sqrt])
         ):
             root = insert(reader, aten.rsqrt.default, variance)
-            product = insert(reader, aten.mul.Tensor, here.operands[0], root)
-            changed.append(reader)
-            replace(reader, product)
+            _exchange(reader, changed, aten.mul.Tensor, here.operands[0], root)
             roots.append(root)
     return roots
 
@@ -193,10 +195,7 @@ def _products(root: Node, x: Node, keep_roundings: bool, changed: list[Node]) ->
         elif x in here.operands:
             products.append(reader)
         elif (narrow := uncast(x)) is not None and narrow in here.operands:
-            changed.append(reader)
-            product = insert(reader, aten.mul.Tensor, x, root)
-            replace(reader, product)
-            products.append(product)
+            products.append(_exchange(reader, changed, aten.mul.Tensor, x, root))
     return products
 
 

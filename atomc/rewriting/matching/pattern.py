@@ -183,17 +183,6 @@ class Deferred(NamedTuple):
     found: Attr
 
 
-# The fields of a site, without `pattern`.
-Saved = tuple[
-    dict[Node, Node],
-    dict[Node, Node],
-    dict[str, Node],
-    dict[str, Attr],
-    list[Deferred],
-    list[Node],
-]
-
-
 @dataclass
 class MatchSite:
     """A complete or partial match.
@@ -220,18 +209,13 @@ class MatchSite:
     def nodes(self) -> set[Node]:
         return set(self.matched.values()) | set(self.skipped)
 
-    def saved(self) -> Saved:
-        return (
-            dict(self.matched),
-            dict(self.alias),
-            dict(self.bound),
-            dict(self.captured),
-            list(self.deferred),
-            list(self.skipped),
-        )
+    def copy(self) -> "MatchSite":
+        """A site that can change by itself."""
+        fields = {name: x.copy() for name, x in vars(self).items() if x is not self.pattern}
+        return MatchSite(self.pattern, **fields)
 
-    def restore(self, saved: Saved) -> None:
-        self.matched, self.alias, self.bound, self.captured, self.deferred, self.skipped = saved
+    def restore(self, saved: "MatchSite") -> None:
+        vars(self).update(vars(saved))
 
     def outputs(self) -> list[Node]:
         nodes = [self.at(output) for output in self.pattern.outputs]

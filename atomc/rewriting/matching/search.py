@@ -28,7 +28,7 @@ def unify(site: MatchSite, pairs: list[tuple[Node, Node]]) -> Iterator[MatchSite
         return
     (p, g), rest = pairs[0], pairs[1:]
     for change, more in _ways(site, p, g):
-        saved = site.saved()
+        saved = site.copy()
         if change():
             yield from unify(site, more + rest)
         site.restore(saved)
@@ -179,11 +179,10 @@ def matches(pattern: Pattern, index: Index) -> Iterator[tuple[MatchSite, list[Di
             done = next(_complete(site), None)
             if done is None:
                 continue
-            empty = MatchSite(pattern)
-            empty.restore(done.saved())
-            wrong = problems(empty)
+            complete = done.copy()
+            wrong = problems(complete)
             if best is None or not wrong:
-                best = empty, wrong
+                best = complete, wrong
             if not wrong:
                 break
         if best is not None:

@@ -138,10 +138,6 @@ def _moved(node: Node, here: Call) -> Known:
     return truth if before[-2:] == after[-2:] else None
 
 
-def _expanded(node: Node, here: Call) -> Known:
-    return _broadcast(here.operands[0], node)
-
-
 def _cast(node: Node, here: Call) -> Known:
     """A float mask as bool is True where it hides."""
     truth, to_bool = _known(here.operands[0]), value(node).dtype == torch.bool
@@ -236,10 +232,6 @@ def _equal(node: Node, here: Call) -> Known:
     return Band() if (operands[0] == operands[1]) == (here.op == "eq") else 0.0
 
 
-def _summed_up(node: Node, here: Call) -> Known:
-    return 0.0 if _known(here.operands[0]) == 0.0 else None
-
-
 def _compared(node: Node, here: Call) -> Known:
     if len(here.operands) != 2:
         return None
@@ -265,10 +257,6 @@ def _compared(node: Node, here: Call) -> Known:
 def _both(node: Node, here: Call) -> Known:
     a, b = (_broadcast(operand, node) for operand in here.operands)
     return a & b if isinstance(a, Band) and isinstance(b, Band) else None
-
-
-def _not(node: Node, here: Call) -> Known:
-    return _negated(_known(here.operands[0]))
 
 
 def _negated(truth: Known) -> Known:
@@ -317,20 +305,22 @@ def _chosen(condition: Known, then: Known, other: Known) -> Known:
 _RULES: dict[str, Callable[[Node, Call], Known]] = {
     "arange": _arange,
     "view": _moved,
-    **dict.fromkeys(("expand", "clone"), _expanded),
+    **dict.fromkeys(("expand", "clone"), lambda node, here: _broadcast(here.operands[0], node)),
     "cast": _cast,
     "permute": _permuted,
     "add": _shifted,
     "sub": _shifted,
     **dict.fromkeys(("le", "lt", "ge", "gt"), _compared),
     **dict.fromkeys(("bitwise_and", "logical_and"), _both),
-    **dict.fromkeys(("bitwise_not", "logical_not"), _not),
+    **dict.fromkeys(
+        ("bitwise_not", "logical_not"), lambda node, here: _negated(_known(here.operands[0]))
+    ),
     **dict.fromkeys(("tril", "triu"), _triangle),
     "slice": _sliced,
     "cat": _joined,
     "index": _picked,
     **dict.fromkeys(("eq", "ne"), _equal),
-    "cumsum": _summed_up,
+    "cumsum": lambda node, here: 0.0 if _known(here.operands[0]) == 0.0 else None,
     "where": _where,
     "masked_fill": _filled,
 }
