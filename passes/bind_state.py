@@ -74,10 +74,6 @@ class _StatefulCall(NamedTuple):
     values: dict[str, Any]
     spec: StateSpec
 
-    def given(self) -> dict[str, Argument]:
-        """Its arguments by name; they may be results of calls that were replaced before it."""
-        return _given(self.op, self.node)
-
 
 def _sites(graph: Graph, context: Context) -> list[_StatefulCall]:
     """The calls with a state handle; calls with the same paging are in one group."""
@@ -98,7 +94,7 @@ def _sites(graph: Graph, context: Context) -> list[_StatefulCall]:
 
 def _site(node: Node, op: Op, context: Context) -> _StatefulCall:
     assert op.state is not None
-    values = _mapped(value, _given(op, node))
+    values = _mapped(value, _arguments(op, node))
     codes = context.options.kv_cache_dtype == "fp8" or values[op.state.handle].dtype in FP8
     try:
         spec = op.state.spec(module_path(node), values, fp8_of(context.platform) if codes else None)
@@ -121,7 +117,7 @@ def _kept(site: _StatefulCall) -> object:
     """What the state of a call keeps, and how; equal only to itself if others cannot read it."""
     if site.binding.reads is None:
         return object()
-    arguments = site.given()
+    arguments = _arguments(site.op, site.node)
     return (
         site.op.name,
         [arguments[name] for name in site.binding.kept],
@@ -134,7 +130,8 @@ def _token(nodes: Sequence[Node]) -> Node:
     return next(node for node in nodes if Kind.STATE_WRITE in kind_of(node))
 
 
-def _given(op: Op, node: Node) -> dict[str, Argument]:
+def _arguments(op: Op, node: Node) -> dict[str, Argument]:
+    """The arguments of a call by name; they may be results of calls that were replaced before."""
     return dict(op.signature.bind(*node.args, **node.kwargs).arguments)
 
 
@@ -157,7 +154,7 @@ def _bound(site: _StatefulCall, number: int, inputs: "RuntimeInputs", token: Nod
     step: Any = _Fields(inputs, site.binding.tokens(site.values), spec.group, proxy)
     before = node.prev
     with graph.inserting_before(node):
-        arguments: Any = _mapped(proxy, site.given())
+        arguments: Any = _mapped(proxy, _arguments(site.op, site.node))
         result: Any
         if token is None or site.binding.reads is None:
             result = site.binding.form(arguments, state, step)
@@ -230,22 +227,18 @@ class RuntimeInputs:
     def step(self, step_input: StepInput, tokens: Size) -> Node:
         """A tensor of a step with this number of new tokens (see Step for the shapes)."""
         i32, i64 = (partial(torch.empty, dtype=dtype) for dtype in (torch.int32, torch.int64))
-        match step_input:
-            case StepInput("slots"):
-                return self._get(step_input, partial(i64, tokens))
-            case StepInput("block_tables"):
-                return self._get(
-                    step_input, lambda: i32(self.sequences, new_unbacked_size(self.mode))
-                )
-            case StepInput("query_start"):
-                return self._get(step_input, lambda: i32(self.sequences + 1))
-            case StepInput("seq_lens"):
-                return self._get(step_input, partial(i32, self.sequences))
-            case StepInput("state_slots"):
-                return self._get(step_input, partial(i64, self.sequences))
-        raise AttributeError(
-            f"the form of an op reads {step_input.field!r}, which is not a field of StepFields"
-        )
+        makes: dict[str, Callable[[], Tensor]] = {
+            "slots": lambda: i64(tokens),
+            "block_tables": lambda: i32(self.sequences, new_unbacked_size(self.mode)),
+            "query_start": lambda: i32(self.sequences + 1),
+            "seq_lens": lambda: i32(self.sequences),
+            "state_slots": lambda: i64(self.sequences),
+        }
+        if step_input.field not in makes:
+            raise AttributeError(
+                f"the form of an op reads {step_input.field!r}, which is not a field of StepFields"
+            )
+        return self._get(step_input, makes[step_input.field])
 
     def state(self, layer: int, spec: StateSpec) -> dict[str, Node]:
         """A layer's tensors and their scales, by role."""

@@ -175,7 +175,7 @@ def _sdpa(graph: Graph, node: Node) -> Lifted:
             (*heads_last, None, arguments["attn_mask"]),
             {"scale": float(scale), "causal": bool(arguments["is_causal"])},
         )
-        out.meta = {key: item for key, item in node.meta.items() if key != "example_value"}
+        out.meta = _meta(node)
         back = _restore_strides(graph, _transposed(graph, out, node), _fake(node))
     node.replace_all_uses_with(back)
     graph.erase_node(node)
@@ -213,18 +213,22 @@ def _patch(graph: Graph, node: Node) -> Lifted:
         or _any_but(1, arguments["dilation"])
     ):
         return None
-    meta = {key: item for key, item in node.meta.items() if key != "example_value"}
     with graph.inserting_before(node):
         rows, matrix = (_flat(graph, arguments[name], node) for name in ("input", "weight"))
         out = graph.call_function(ops.linear.overload, (rows, matrix, arguments["bias"]))
-        out.meta = dict(meta)
+        out.meta = _meta(node)
         for _ in x.shape[2:]:
             out = graph.call_method("unsqueeze", (out, -1))
-            out.meta = dict(meta)
+            out.meta = _meta(node)
     out.meta["example_value"] = _fake(node)
     node.replace_all_uses_with(out)
     graph.erase_node(node)
     return {}
+
+
+def _meta(node: Node) -> dict[str, Any]:
+    """The metadata of a node, without its value."""
+    return {key: item for key, item in node.meta.items() if key != "example_value"}
 
 
 def _any_but(value: int, argument: Argument) -> bool:
@@ -235,7 +239,7 @@ def _any_but(value: int, argument: Argument) -> bool:
 
 def _flat(graph: Graph, x: Argument, like: Node) -> Node:
     flat = graph.call_method("flatten", (x, 1))
-    flat.meta = {key: item for key, item in like.meta.items() if key != "example_value"}
+    flat.meta = _meta(like)
     first, *rest = _fake(x).shape
     # Not flatten, which adds a guard for a dynamic size.
     flat.meta["example_value"] = _fake(x).new_empty((first, math.prod(rest)))
@@ -244,7 +248,7 @@ def _flat(graph: Graph, x: Argument, like: Node) -> Node:
 
 def _transposed(graph: Graph, x: Argument, like: Node) -> Node:
     transposed = graph.call_function(torch.transpose, (x, -3, -2))
-    transposed.meta = {key: item for key, item in like.meta.items() if key != "example_value"}
+    transposed.meta = _meta(like)
     if isinstance(_fake(x), Tensor):
         transposed.meta["example_value"] = _fake(x).transpose(-3, -2)
     return transposed

@@ -5,7 +5,7 @@ nodes, or the op's reference if these are unknown, in their own dtypes; and the 
 against which the first two are measured.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -86,29 +86,32 @@ class KernelComparison:
     def measured(self, progress: Progress = iter) -> tuple[list[Argument], dict[Node, SiteErrors]]:
         """(the outputs of the lowered graph, the errors of each site)."""
         errors: dict[Node, SiteErrors] = {}
-        values = self._start()
-        for i, node in enumerate(progress(self.order)):
-            if node.op == "output":
-                return self._returned(node, values), errors
-            site = self.sites.get(node)
-            if site is not None:
-                errors[node] = self._measure(site, values)
-            else:
-                self._step(node, values)
-            free_dead(values, self.last, i)
-        raise AssertionError("a graph without an output")
+
+        def measure(node: Node, values: Values) -> None:
+            errors[node] = self._measure(self.sites[node], values)
+
+        return self._run(self.sites, measure, progress), errors
 
     def run_without(self, sites: Iterable[AuditSite]) -> list[Argument]:
         """The outputs of the lowered graph with these sites replaced by the original nodes."""
-        left_out = {site.node for site in sites}
+
+        def evaluate(node: Node, values: Values) -> None:
+            self._evaluate_original(self.sites[node], values)
+
+        return self._run({site.node for site in sites}, evaluate)
+
+    def _run(
+        self,
+        apart: Container[Node],
+        evaluate: Callable[[Node, Values], None],
+        progress: Progress = iter,
+    ) -> list[Argument]:
+        """The outputs of the lowered graph, of which `evaluate` runs the nodes `apart`."""
         values = self._start()
-        for i, node in enumerate(self.order):
+        for i, node in enumerate(progress(self.order)):
             if node.op == "output":
-                return self._returned(node, values)
-            if node in left_out:
-                self._evaluate_original(self.sites[node], values)
-            else:
-                self._step(node, values)
+                return flatten(torch.fx.node.map_arg(node.args[0], _reader(values)))
+            (evaluate if node in apart else self._step)(node, values)
             free_dead(values, self.last, i)
         raise AssertionError("a graph without an output")
 
@@ -120,9 +123,6 @@ class KernelComparison:
             for name, value in self.inputs.items()
         }
 
-    def _returned(self, output: Node, known: Values) -> list[Argument]:
-        return flatten(torch.fx.node.map_arg(output.args[0], lambda n: known[n.name]))
-
     def _step(self, node: Node, known: Values) -> None:
         """Run a node of the lowered graph."""
         if node.name in known:  # an argument, or an output of a site
@@ -130,7 +130,7 @@ class KernelComparison:
         if node.op == "get_attr":
             known[node.name] = evaluate_node(self.lowered, node, _reads_nothing)
             return
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: known[n.name])
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _reader(known))
         assert callable(node.target), node.format_node()
         known[node.name] = node.target(*args, **kwargs)
 
@@ -205,11 +205,10 @@ class KernelComparison:
 
     def _slice(self, part: Slice, known: Values, *, exact: bool = False) -> Argument:
         """The result of the original nodes for inputs from the lowered graph."""
-        values: dict[Node, Argument] = {}
-        for captured, node in part.given.items():
-            values[captured] = (
-                self.inputs[node.name] if node.op == "placeholder" else known[node.name]
-            )
+        values = {
+            captured: (self.inputs if node.op == "placeholder" else known)[node.name]
+            for captured, node in part.given.items()
+        }
         for node in part.nodes:
             values[node] = evaluate_node(
                 self.correspondence.captured, node, values.__getitem__, exact=exact
@@ -224,7 +223,7 @@ class KernelComparison:
         op = op_of(fused.target)
         assert op is not None
         outputs = {part.output: self._slice(part, known) for part in site.slices}
-        args, kwargs = torch.fx.node.map_arg((fused.args, fused.kwargs), lambda n: known[n.name])
+        args, kwargs = torch.fx.node.map_arg((fused.args, fused.kwargs), _reader(known))
         known[site.node.name] = op.reference(*args, **kwargs)
         for node in site.between:
             self._step(node, known)

@@ -9,6 +9,7 @@ from atomc.cost.router import router_of
 from atomc.graph.node_record import record_of
 from atomc.graph.op_call import OpCall, arguments_of, op_call
 from atomc.graph.provenance import layer_of, module_path
+from atomc.ops.op_cost import is_of_experts
 from atomc.ops.op_traits import Arguments, Kind
 from atomc.report.records import MoeLayer
 
@@ -24,7 +25,7 @@ def moe_layers(gm: GraphModule) -> list[MoeLayer]:
 
 def _moe_layer(called: OpCall) -> MoeLayer:
     node, args = called.node, called.values
-    stored = {name: x for name, x in args.items() if _is_stored(name, x)}
+    stored = {name: x for name, x in args.items() if isinstance(x, Tensor) and is_of_experts(name)}
     if weight := called.op.weight_of(args):
         codes, scheme = weight.codes, f"{weight.format}, {weight.scales(args)}"
     else:
@@ -46,11 +47,6 @@ def _moe_layer(called: OpCall) -> MoeLayer:
         sum(multiplied) + sum(biases),
         sum(math.prod(x.shape) * x.element_size() for x in stored.values()),
     )
-
-
-def _is_stored(name: str, argument: object) -> bool:
-    """Whether it is a weight, scale or bias of all experts, [E, ...]."""
-    return isinstance(argument, Tensor) and name.startswith(("w13", "w2", "b13", "b2"))
 
 
 def _text(router: Node) -> str:

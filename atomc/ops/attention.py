@@ -8,7 +8,9 @@ Values of an fp8 cache are codes times k_scale or v_scale, [1] fp32 (None: 1).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -206,6 +208,37 @@ def kv_write(
     return k.new_empty((0,))
 
 
+class Sequence(NamedTuple):
+    """A sequence of a step, with new tokens.
+
+    new        its rows of the step
+    blocks     [B] i32, of its cached rows
+    positions  of the new tokens, [tokens, 1]
+    columns    the positions of all its tokens, [length]
+    """
+
+    new: slice
+    blocks: Tensor
+    positions: Tensor
+    columns: Tensor
+
+    def cached(self, cache: Tensor) -> Tensor:
+        """Its rows [length, ...] of a cache [blocks, block_size, ...]."""
+        length = len(self.columns)
+        blocks = self.blocks[: -(-length // cache.shape[1])].long()
+        return cache[blocks].flatten(0, 1)[:length]
+
+
+def sequences(query_start: Tensor, seq_lens: Tensor, block_tables: Tensor) -> Iterator[Sequence]:
+    """The sequences with new tokens, of the arguments of paged_attention."""
+    for (start, end), length, blocks in zip(
+        pairwise(query_start.tolist()), seq_lens.tolist(), block_tables, strict=True
+    ):
+        if start < end:
+            columns = torch.arange(length, device=block_tables.device)
+            yield Sequence(slice(start, end), blocks, columns[start - end :, None], columns)
+
+
 def _paged_attention_cost(call: OpCall) -> Work:
     """Each sequence reads its context once; each new token attends to the tokens before it."""
     q, k_cache, v_cache = (call[name] for name in ("q", "k_cache", "v_cache"))
@@ -248,19 +281,12 @@ def paged_attention(
     """
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((rows.shape[0], q.shape[-2], v_cache.shape[-1]))
-    bounds = query_start.tolist()
-    for s, length in enumerate(seq_lens.tolist()):
-        start, end = bounds[s], bounds[s + 1]
-        if start == end:
-            continue
-        blocks = block_tables[s, : -(-length // k_cache.shape[1])].long()
-        keys = loaded_values(k_cache[blocks].flatten(0, 1)[:length], k_scale, torch.float32)
-        values = loaded_values(v_cache[blocks].flatten(0, 1)[:length], v_scale, torch.float32)
-        position = torch.arange(length - (end - start), length, device=q.device)[:, None]
-        columns = torch.arange(length, device=q.device)[None, :]
-        hidden = columns > position
+    for one in sequences(query_start, seq_lens, block_tables):
+        keys = loaded_values(one.cached(k_cache), k_scale, torch.float32)
+        values = loaded_values(one.cached(v_cache), v_scale, torch.float32)
+        hidden = one.columns > one.positions
         if window:
-            hidden = hidden | (columns <= position - window)
-        scores = _scores(rows[start:end], keys, scale, softcap).masked_fill(hidden, float("-inf"))
-        out[start:end] = _weighted_values(scores, values, sinks).to(q.dtype)
+            hidden = hidden | (one.columns <= one.positions - window)
+        scores = _scores(rows[one.new], keys, scale, softcap).masked_fill(hidden, float("-inf"))
+        out[one.new] = _weighted_values(scores, values, sinks).to(q.dtype)
     return out.view(*q.shape[:-1], v_cache.shape[-1])

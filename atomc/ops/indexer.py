@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from atomc.ops.attention import sequences
 from atomc.ops.formats import FP8
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of, state_write
@@ -128,17 +129,9 @@ def paged_index_topk(
     """
     rows, by_row = q.reshape(-1, *q.shape[-2:]), weights.reshape(-1, weights.shape[-1])
     chosen = q.new_full((len(rows), topk), -1, dtype=torch.int32)
-    bounds = query_start.tolist()
-    for s, length in enumerate(seq_lens.tolist()):
-        start, end = bounds[s], bounds[s + 1]
-        if start == end:
-            continue
-        blocks = block_tables[s, : -(-length // index_cache.shape[1])].long()
-        keys = cached_keys(index_cache[blocks].flatten(0, 1)[:length])
-        position = torch.arange(length - (end - start), length, device=q.device)[:, None]
-        visible = torch.arange(length, device=q.device)[None, :] <= position
-        scores = _scores(rows[start:end], keys, by_row[start:end])
-        chosen[start:end] = _chosen(scores, visible, topk)
+    for one in sequences(query_start, seq_lens, block_tables):
+        scores = _scores(rows[one.new], cached_keys(one.cached(index_cache)), by_row[one.new])
+        chosen[one.new] = _chosen(scores, one.columns <= one.positions, topk)
     return chosen.view(*q.shape[:-2], topk)
 
 

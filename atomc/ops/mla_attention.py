@@ -6,13 +6,13 @@ width, R rotated width.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomc.ops.attention import attention, loaded_values
+from atomc.ops.attention import Sequence, attention, loaded_values, sequences
 from atomc.ops.indexer import chosen_key_mask, chosen_mask
 from atomc.ops.mla import mla_kv_write
 from atomc.ops.op import op
@@ -20,7 +20,7 @@ from atomc.ops.op_cost import Formula, OpCall, Work, bytes_of, least
 from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
 from atomc.ops.state import StateSpec, state_handle
 
-cat: Callable[[Sequence[Tensor], int], Tensor] = torch.ops.aten.cat.default
+cat: Callable[[tuple[Tensor, ...], int], Tensor] = torch.ops.aten.cat.default
 
 
 def latent_state(latent: int, rotated: int) -> nn.Buffer:
@@ -105,39 +105,20 @@ def mla_absorbed_attention(
     """
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((*rows.shape[:-1], latent))
-    sequences = _sequences(kv_cache, query_start, seq_lens, block_tables, chosen)
-    for new, cached, seen in sequences:
-        keys = loaded_values(cached, kv_scale, torch.float32).unsqueeze(1)
-        out[new] = attention.reference(
-            rows[new], keys, keys[..., :latent], None, seen, scale=scale, causal=False
+    for one in sequences(query_start, seq_lens, block_tables):
+        keys = loaded_values(one.cached(kv_cache), kv_scale, torch.float32).unsqueeze(1)
+        seen = _seen(one, chosen)
+        out[one.new] = attention.reference(
+            rows[one.new], keys, keys[..., :latent], None, seen, scale=scale, causal=False
         )
     return out.view(*q.shape[:-1], latent)
 
 
-def _sequences(
-    kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    chosen: Tensor | None,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows of q, rows of the cache, which of these each row sees) of each sequence with new
-    tokens.
-    """
-    bounds = query_start.tolist()
-    by_row = None if chosen is None else chosen.flatten(0, -2)
-    for s, length in enumerate(seq_lens.tolist()):
-        new = slice(bounds[s], bounds[s + 1])
-        count = new.stop - new.start
-        if not count:
-            continue
-        blocks = block_tables[s, : -(-length // kv_cache.shape[1])].long()
-        if by_row is None:
-            position = torch.arange(length - count, length, device=kv_cache.device)[:, None]
-            seen = torch.arange(length, device=kv_cache.device) <= position
-        else:
-            seen = chosen_key_mask(by_row[new], length)
-        yield new, kv_cache[blocks].flatten(0, 1)[:length], seen
+def _seen(one: Sequence, chosen: Tensor | None) -> Tensor:
+    """Which of its cached rows each new token of a sequence sees, [tokens, length] bool."""
+    if chosen is None:
+        return one.columns <= one.positions
+    return chosen_key_mask(chosen.flatten(0, -2)[one.new], len(one.columns))
 
 
 def _paged_cost(call: OpCall) -> Work:
@@ -183,14 +164,14 @@ def mla_paged_attention(
     width = weight.shape[0] // heads
     nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
     out = q.new_zeros((*rows.shape[:-1], width - nope))
-    sequences = _sequences(kv_cache, query_start, seq_lens, block_tables, chosen)
-    for new, found, seen in sequences:
-        cached = loaded_values(found, kv_scale, q.dtype)
+    for one in sequences(query_start, seq_lens, block_tables):
+        cached = loaded_values(one.cached(kv_cache), kv_scale, q.dtype)
         both = F.linear(cached[:, :latent], weight).view(-1, heads, width)
         k_rope = cached[:, None, latent:].expand(-1, heads, -1)
         k = torch.cat((both[..., :nope], k_rope), -1)
-        out[new] = attention.reference(
-            rows[new], k, both[..., nope:], None, seen, scale=scale, causal=False
+        seen = _seen(one, chosen)
+        out[one.new] = attention.reference(
+            rows[one.new], k, both[..., nope:], None, seen, scale=scale, causal=False
         )
     return out.view(*q.shape[:-1], width - nope)
 

@@ -126,6 +126,11 @@ def experts(call: OpCall) -> Work:
     return experts_among(call, call.experts, call["ids"].shape[0])
 
 
+def is_of_experts(name: str) -> bool:
+    """Whether a parameter is a weight, scale or bias of all experts, [E, ...]."""
+    return name.startswith(("w13", "w2", "b13", "b2"))
+
+
 def experts_among(call: OpCall, among: "Formula | None", tokens: Formula) -> Work:
     """As `experts`, for so many tokens that choose among so many experts, of which the weights have
     some; None: all.
@@ -134,16 +139,9 @@ def experts_among(call: OpCall, among: "Formula | None", tokens: Formula) -> Wor
     count, hidden, chosen = w2.shape[0], w2.shape[1], ids.shape[1]
     among = count if among is None else among
     share = 1 if among == count else count / among
-    weights = [
-        x
-        for name, x in call.arguments.items()
-        if isinstance(x, Operand) and name.startswith(("w13", "w2", "b13", "b2"))
-    ]
-    rows = [
-        x
-        for name, x in call.arguments.items()
-        if isinstance(x, Operand) and not name.startswith(("w13", "w2", "b13", "b2"))
-    ]
+    operands = {name: x for name, x in call.arguments.items() if isinstance(x, Operand)}
+    weights = [x for name, x in operands.items() if is_of_experts(name)]
+    rows = [x for name, x in operands.items() if not is_of_experts(name)]
     hit = share * distinct_experts(among, chosen, tokens)
     moved = bytes_of([*rows, *call.results]) + hit * bytes_of(weights) / count
     inner = w13.shape[1] / 2

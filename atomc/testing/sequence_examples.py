@@ -47,19 +47,33 @@ def _norm_rope_written(n: RandomInputs) -> Arguments:
     return _rope_written(n) | {"q_weight": n(H), "k_weight": n(H), "eps": EPS}
 
 
+def _int32(n: RandomInputs, *values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=n.device)
+
+
+def _last_tokens(n: RandomInputs) -> Arguments:
+    """Of a step of the last T tokens of a sequence of CONTEXT."""
+    return {"query_start": _int32(n, 0, n.T), "seq_lens": _int32(n, CONTEXT)}
+
+
+def _blocks(n: RandomInputs, cache: Tensor) -> Tensor:
+    """The block table of a sequence that has all blocks of the cache."""
+    return _int32(n, *range(len(cache)))[None]
+
+
+def _pages(n: RandomInputs, width: int) -> Tensor:
+    """A cache of rows of this width for a sequence of CONTEXT."""
+    return n(-(-CONTEXT // 16), 16, width)
+
+
 def _paged(n: RandomInputs) -> Arguments:
     """The last T tokens of a sequence of CONTEXT."""
     caches = n.caches()
-    blocks = torch.arange(caches["k_cache"].shape[0], dtype=torch.int32, device=n.device)
-    starts, length = (
-        torch.tensor(given, dtype=torch.int32, device=n.device) for given in ([0, n.T], [CONTEXT])
-    )
     return {
         "q": n(n.T, N, H),
         **caches,
-        "query_start": starts,
-        "seq_lens": length,
-        "block_tables": blocks[None],
+        **_last_tokens(n),
+        "block_tables": _blocks(n, caches["k_cache"]),
         "token": n(0),
         "scale": H**-0.5,
     }
@@ -78,20 +92,19 @@ def _latent_attended(n: RandomInputs) -> Arguments:
 
 def _packed(n: RandomInputs) -> Arguments:
     """Two sequences, the first of one row."""
-    starts = torch.tensor([0, min(n.T, 1), n.T], dtype=torch.int32, device=n.device)
+    starts = _int32(n, 0, min(n.T, 1), n.T)
     heads = {name: n(n.T, N, H) for name in "qkv"}
     return {**heads, "query_start": starts, "scale": H**-0.5}
 
 
 def _latent_paged(n: RandomInputs) -> Arguments:
     """The last T tokens of a sequence of CONTEXT."""
-    cache = n(-(-CONTEXT // 16), 16, L + R)
+    cache = _pages(n, L + R)
     return {
         "q": n(n.T, N, L + R),
         "kv_cache": cache,
-        "query_start": torch.tensor([0, n.T], dtype=torch.int32, device=n.device),
-        "seq_lens": torch.tensor([CONTEXT], dtype=torch.int32, device=n.device),
-        "block_tables": torch.arange(len(cache), dtype=torch.int32, device=n.device)[None],
+        **_last_tokens(n),
+        "block_tables": _blocks(n, cache),
         "token": n(0),
         "latent": L,
         "scale": (P + R) ** -0.5,
@@ -110,7 +123,7 @@ def _indexed(n: RandomInputs) -> Arguments:
 
 def _indexed_in_cache(n: RandomInputs) -> Arguments:
     """The last T tokens of a sequence of CONTEXT."""
-    arguments = _latent_paged(n) | _indexed(n) | {"index_cache": n(-(-CONTEXT // 16), 16, P)}
+    arguments = _latent_paged(n) | _indexed(n) | {"index_cache": _pages(n, P)}
     for name in ("k", "kv_cache", "latent", "scale"):
         del arguments[name]
     return arguments
@@ -122,7 +135,7 @@ def _latent_of_chosen(n: RandomInputs) -> Arguments:
 
 
 def _latent(n: RandomInputs) -> Arguments:
-    cache = n(-(-CONTEXT // 16), 16, L + R)
+    cache = _pages(n, L + R)
     return {"kv_c": n(n.T, L), "k_pe": n(n.T, 1, R), "kv_cache": cache, "slots": n.slots()}
 
 
@@ -194,11 +207,8 @@ def _ruled(n: RandomInputs) -> Arguments:
 
 def _slot_inputs(given: Arguments, name: str, state: Tensor, n: RandomInputs) -> Arguments:
     """The last T tokens of a sequence of CONTEXT, whose state is in the second of these slots."""
-    starts, length = (
-        torch.tensor(given, dtype=torch.int32, device=n.device) for given in ([0, n.T], [CONTEXT])
-    )
     slot = torch.tensor([1], device=n.device)
-    return given | {name: state, "query_start": starts, "seq_lens": length, "state_slots": slot}
+    return given | {name: state, **_last_tokens(n), "state_slots": slot}
 
 
 def _convolved_in_steps(n: RandomInputs) -> Arguments:
@@ -249,7 +259,7 @@ SEQUENCE_EXAMPLES: Examples = {
     ops.index_write: {
         "": lambda n: {
             "k": n(n.T, P),
-            "index_cache": n(-(-CONTEXT // 16), 16, P),
+            "index_cache": _pages(n, P),
             "slots": n.slots(),
         }
     },

@@ -29,7 +29,8 @@ def collapsed(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
-def wrapped(text: str, start: str, indent: str) -> str:
+def wrapped(text: str, start: str = "", indent: str = "  ") -> str:
+    """Lines of at most WIDTH characters: the first begins with `start`, others with `indent`."""
     return (
         textwrap.fill(
             text,

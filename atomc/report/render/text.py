@@ -46,8 +46,8 @@ def _title(report: ReportData) -> str:
             if report.cached not in (CacheOutcome(), CacheOutcome("off"))
             else ""
         )
-        return wrapped(f"{report.title}: compiled{cache}", "", "  ")
-    return wrapped(f"{report.title}: not treated: {report.why_not}", "", "  ")
+        return wrapped(f"{report.title}: compiled{cache}")
+    return wrapped(f"{report.title}: not treated: {report.why_not}")
 
 
 def _rewrites(report: ReportData) -> str:
@@ -91,7 +91,7 @@ def _not_fired(report: ReportData) -> str:
     parts = [table(("did not fire", "why"), list(rows.items()))] if rows else []
     if inapplicable:
         text = f"cannot apply, the graph lacks their ops: {', '.join(inapplicable)}"
-        parts.append(wrapped(text, "", "  "))
+        parts.append(wrapped(text))
     return "\n".join(parts)
 
 
@@ -144,7 +144,7 @@ def _kernels(choices: Sequence[KernelChoice]) -> str:
     lines = [table(("op", "nodes", "tokens", "runs as"), rows, numbers=[1])]
     for (provider, reason), refused in refusals.items():
         whose = "all" if len(refused) == len(choices) else ", ".join(dict.fromkeys(refused))
-        lines.append(wrapped(f"not {provider} for {whose}: {reason}", "", "  "))
+        lines.append(wrapped(f"not {provider} for {whose}: {reason}"))
     return "\n".join(lines)
 
 
@@ -181,7 +181,7 @@ def _listed(title: str, lines: Sequence[str]) -> str:
 def _audit(report: ReportData) -> str:
     if not report.audit:
         return ""
-    return wrapped(f"audit: {headline(report.audit)}", "", "  ")
+    return wrapped(f"audit: {headline(report.audit)}")
 
 
 def _break_and_recompile(report: ReportData) -> str:
@@ -189,14 +189,10 @@ def _break_and_recompile(report: ReportData) -> str:
     if report.graph_break is not None:
         code = f" ({report.graph_break.code})" if report.graph_break.code else ""
         first, *rest = report.graph_break.reason.strip().splitlines() or [""]
-        lines.append(
-            wrapped(f"graph break at {report.graph_break.source}{code}: {first}", "", "  ")
-        )
+        lines.append(wrapped(f"graph break at {report.graph_break.source}{code}: {first}"))
         lines += [wrapped(line.strip(), "  ", "    ") for line in rest if line.strip()]
     if report.recompile is not None:
-        lines.append(
-            wrapped(f"recompiled, because this guard failed: {report.recompile}", "", "  ")
-        )
+        lines.append(wrapped(f"recompiled, because this guard failed: {report.recompile}"))
     return "\n".join(lines)
 
 
