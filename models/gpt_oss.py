@@ -154,16 +154,15 @@ class MLP(nn.Module):
         return y.view_as(x)
 
 
-def _layer(config: Config, window: int) -> Layer:
-    return Layer(config, Attention(config, window), MLP(config), RMSNorm)
-
-
 class GptOssForCausalLM(CausalLM):
     config_class = Config
 
     def __init__(self, config: Config):
         windows = {"full_attention": 0, "sliding_attention": config.sliding_window}
-        layers = (_layer(config, windows[kind]) for kind in config.layer_types)
+        layers = (
+            Layer(config, Attention(config, windows[kind]), MLP(config), RMSNorm)
+            for kind in config.layer_types
+        )
         super().__init__(
             config, layers, Rotary(config.rope_parameters, config.head_dim), norm=RMSNorm
         )

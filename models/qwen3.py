@@ -80,7 +80,7 @@ class Attention(GroupedQueryAttention):
         return out_TD
 
 
-def _layer(config: Config, window: int) -> Layer:
+def layer_of(config: Config, window: int) -> Layer:
     mlp = MLP(config.hidden_size, config.intermediate_size)
     return Layer(config, Attention(config, window), mlp)
 
@@ -90,5 +90,5 @@ class Qwen3ForCausalLM(CausalLM):
 
     def __init__(self, config: Config):
         windows = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
-        layers = (_layer(config, windows[kind]) for kind in config.layer_types)
+        layers = (layer_of(config, windows[kind]) for kind in config.layer_types)
         super().__init__(config, layers, Rotary(config.rope_parameters, config.head_dim))

@@ -8,8 +8,7 @@ from typing import Self
 from atomc.files.json_types import JSONMapping
 from atomc.models import qwen3
 from atomc.models.config import flag
-from atomc.models.decoder import DECODER_SHARD, Layer
-from atomc.models.layers import MLP
+from atomc.models.decoder import DECODER_SHARD
 from atomc.models.vision_language import Images, ImageTokens, VisionLanguageModel, part
 
 # The vision encoder is on every device.
@@ -24,14 +23,9 @@ MROPE_SECTION = (24, 20, 20)
 DEEPSTACK = (8, 16, 24)
 
 
-def _layer(config: qwen3.Config) -> Layer:
-    mlp = MLP(config.hidden_size, config.intermediate_size)
-    return Layer(config, qwen3.Attention(config, window=0), mlp)
-
-
 class Qwen3VLForConditionalGeneration(VisionLanguageModel):
     def __init__(self, text: qwen3.Config, images: Images):
-        layers = (_layer(text) for _ in range(text.num_hidden_layers))
+        layers = (qwen3.layer_of(text, window=0) for _ in range(text.num_hidden_layers))
         super().__init__(text, images, layers, text.head_dim)
 
     @classmethod

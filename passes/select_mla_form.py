@@ -30,6 +30,7 @@ from torch.fx.node import Argument
 from atomc import ops
 from atomc.graph.canonical import value
 from atomc.graph.edit import infer, insert, replace
+from atomc.graph.op_call import arguments_of
 from atomc.ops.mla import BMM_SCHEMES
 from atomc.passes.bind_state import fp8_of
 from atomc.rewriting.graph_pass import Context, Outcome
@@ -117,7 +118,7 @@ def _quantized_product(
     """
     if weight.target is not ops.kv_b_weight.overload:
         return None
-    stored = ops.kv_b_weight.bind(*weight.args, **weight.kwargs)
+    stored = arguments_of(weight)
     scheme, codes = stored["activations"], fp8_of(context.platform)
     assert isinstance(scheme, str)
     if scheme not in BMM_SCHEMES or (scheme == "mxfp4" and nope % MXFP4_GROUP):

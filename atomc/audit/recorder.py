@@ -76,11 +76,10 @@ class Recorder:
     def _run_first_call(
         self, lowered: GraphModule, call: GraphFunction, args: Sequence[Input]
     ) -> Outputs:
-        audit = (
-            self._try("audit", lambda: self._audit(lowered, args))
-            if self.correspondence is not None
-            else None
-        )
+        audit, correspondence = None, self.correspondence
+        if correspondence is not None:
+            of_call = correspondence, lowered, args, self.report, self.options.audit_bound
+            audit = self._try("audit", lambda: Audit(*of_call))
         inputs = (
             [x.clone() if isinstance(x, Tensor) else x for x in args] if self.options.record else []
         )
@@ -104,10 +103,6 @@ class Recorder:
             self.report.notes.append(f"{what} failed: {type(error).__name__}: {error}")
             log.warning("atomc could not %s a graph of %s: %s", what, self.report.model, error)
             return None
-
-    def _audit(self, lowered: GraphModule, args: Sequence[Argument]) -> "Audit":
-        assert self.correspondence is not None
-        return Audit(self.correspondence, lowered, args, self.report, self.options.audit_bound)
 
 
 class Audit:
@@ -153,7 +148,9 @@ class Audit:
             )
         findings["seconds"] = self.seconds + time.perf_counter() - start
         self.report.audit = findings
-        self._log()
+        (log.warning if "blame" in findings else log.info)(
+            "atomc audit of %s: %s", self.report.model, headline(findings)
+        )
 
     def _whole(self, outputs: Sequence[Argument]) -> AuditFindings:
         """The errors of the outputs against fp32, and their cause if they exceed the bound."""
@@ -178,12 +175,6 @@ class Audit:
             return worst(self.comparison.run_without(disabled), self.exact).relative
 
         return bisect_rewrites(run, self.ranked, self.order, bound, self.report.requires)
-
-    def _log(self) -> None:
-        beyond = "blame" in self.report.audit
-        (log.warning if beyond else log.info)(
-            "atomc audit of %s: %s", self.report.model, headline(self.report.audit)
-        )
 
 
 def _site_row(site: AuditSite, measured: SiteErrors, known: Collection[str]) -> SiteRow:

@@ -81,7 +81,7 @@ def audit_sites(
         outputs, between, whole = _outputs(node, captured_of)
         before = {a: b for a, b in pairs.items() if position[b] < position[node]}
         slices = [_slice(captured_of[output], output, before, captured_order) for output in outputs]
-        cached = _reads_cache(node) and _any_attends_to_cache(slices)
+        cached = any(map(is_cache, node.all_input_nodes)) and _any_attends_to_cache(slices)
         if cached and not from_start:
             slices = []
         rewrite, path = record.site or ("lift", module_path(node))
@@ -138,11 +138,6 @@ def _slice(root: Node, output: Node, before: dict[Node, Node], order: dict[Node,
                 nodes.add(operand)
                 waiting.append(operand)
     return Slice(output, tuple(sorted(nodes, key=lambda n: order[n])), inputs)
-
-
-def _reads_cache(node: Node) -> bool:
-    """Whether it reads a key or value cache of the runtime."""
-    return any(map(is_cache, node.all_input_nodes))
 
 
 def _any_attends_to_cache(slices: Sequence[Slice]) -> bool:

@@ -138,7 +138,11 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
                 source=source_line(first),
                 cost=cost,
                 nodes=tuple(group),
-                apart=step_formula(_bytes_apart(group)) if fused else cost.bytes,
+                apart=(
+                    step_formula(sympy.Add(*[read_and_write(call_of(node))[0] for node in group]))
+                    if fused
+                    else cost.bytes
+                ),
                 rate=_rate(first),
                 sent=step_formula(_sent(first)),
             )
@@ -271,10 +275,6 @@ def _fused_work(group: list[Node]) -> Work:
     leaving = {node for node in group if any(user not in inside for user in _readers(node))}
     moved = bytes_of([value(node) for node in entering | leaving])
     return moved, sympy.Add(*[_numel(out) for node in group for out in _results(node)])
-
-
-def _bytes_apart(group: list[Node]) -> Formula:
-    return sympy.Add(*[read_and_write(call_of(node))[0] for node in group])
 
 
 def _readers(node: Node) -> Iterable[Node]:

@@ -171,7 +171,9 @@ def predict(
 
     Raises ValueError naming other sizes of the graph.
     """
-    kernels = _kernels_for(choices, sizes["T"])
+    kernels = {
+        choice.node: choice.chosen for choice in choices if sizes["T"] in Tokens.of(choice.tokens)
+    }
     return [_predicted(cost, kernels, platform, sizes, table) for cost in costs]
 
 
@@ -226,11 +228,6 @@ def work(
     if bandwidth is None:
         return None
     return max(moved / bandwidth, flops / (peak * rate) if peak else 0.0)
-
-
-def _kernels_for(choices: Iterable[KernelChoice], tokens: int) -> dict[str, str]:
-    """Node -> the provider chosen for this number of tokens."""
-    return {choice.node: choice.chosen for choice in choices if tokens in Tokens.of(choice.tokens)}
 
 
 @functools.lru_cache(maxsize=4096)

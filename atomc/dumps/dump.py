@@ -14,7 +14,6 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
@@ -254,11 +253,10 @@ def _concrete(size: Size) -> int:
     if not isinstance(size, torch.SymInt):
         return int(size)
     hint = size.node.hint
-    return hint if isinstance(hint, int) else int(expression(size).subs(_sizes(size)))
-
-
-def _sizes(size: torch.SymInt) -> dict[sympy.Symbol, int]:
-    return dict.fromkeys(expression(size).free_symbols, UNKNOWN_SIZE)
+    if isinstance(hint, int):
+        return hint
+    symbols = expression(size).free_symbols
+    return int(expression(size).subs(dict.fromkeys(symbols, UNKNOWN_SIZE)))
 
 
 class _Inputs:

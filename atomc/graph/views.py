@@ -39,18 +39,16 @@ def view_base(node: Node) -> Node:
     """The tensor that a view reads: the node that allocated the memory, or a view of only a part of
     it.
     """
-    while (
-        node.op == "call_function"
-        and name_of(node) in ZERO_COST - PARTIAL_VIEWS
-        and node.all_input_nodes
-    ):
-        node = node.all_input_nodes[0]
-    return node
+    return _behind(node, ZERO_COST - PARTIAL_VIEWS)
 
 
 def storage_node(node: Node) -> Node:
     """The node that allocated the memory of a view."""
-    while node.op == "call_function" and name_of(node) in ZERO_COST and node.all_input_nodes:
+    return _behind(node, ZERO_COST)
+
+
+def _behind(node: Node, views: frozenset[str]) -> Node:
+    while node.op == "call_function" and name_of(node) in views and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 

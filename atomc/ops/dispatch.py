@@ -70,15 +70,12 @@ def dispatch_tokens(
     return tokens, local, weighted.masked_fill(local == nowhere, 0.0)
 
 
-def _combine_shape(partial: Tensor, ranks: int, process_group: str) -> Tensor:
-    return partial.new_empty(partial.shape[0] // ranks, partial.shape[1])
-
-
-def _sent_by_combine(call: OpCall, processes: Formula) -> Formula:
-    return (processes - 1) * call["partial"].bytes / processes
-
-
-@op(kind=Kind.COLLECTIVE, rows=None, shape=_combine_shape, sent=_sent_by_combine)
+@op(
+    kind=Kind.COLLECTIVE,
+    rows=None,
+    shape=lambda x, ranks, _: x.new_empty(x.shape[0] // ranks, x.shape[1]),
+    sent=lambda call, processes: (processes - 1) * call["partial"].bytes / processes,
+)
 def combine_tokens(partial: Tensor, ranks: int, process_group: str) -> Tensor:
     """The sum over processes of their results for the tokens of this one. [N * T, H], as
     dispatch_tokens gives the tokens -> [T, H] in the same dtype.

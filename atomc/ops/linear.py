@@ -13,12 +13,18 @@ from atomc.ops.op_shapes import rows_of_product
 from atomc.ops.op_traits import Arguments, Kind
 
 
-def stacked_rows(calls: Sequence[Arguments]) -> tuple[str, ...]:
-    """Linear layers with one input are one layer with concatenated weights."""
-    return ("weight",) if calls[0]["bias"] is None else ("weight", "bias")
+def stacked(names: tuple[str, ...], calls: Sequence[Arguments]) -> tuple[str, ...]:
+    """Linear layers with one input are one layer with these parameters concatenated, and biases."""
+    return names if calls[0]["bias"] is None else (*names, "bias")
 
 
-@op(kind=Kind.LINEAR, rows="x", cost=product, shape=rows_of_product, concat=stacked_rows)
+@op(
+    kind=Kind.LINEAR,
+    rows="x",
+    cost=product,
+    shape=rows_of_product,
+    concat=partial(stacked, ("weight",)),
+)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias. x [..., K], weight [N, K], bias [N] of one dtype -> [..., N]."""
     return F.linear(x, weight, bias)

@@ -9,6 +9,7 @@ is never dequantized to finite numbers (a static scale saturates infinities).
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -50,25 +51,22 @@ def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8
     return rounded_fp8(x.to(torch.float32) * (1.0 / scale.to(torch.float32)), dtype).contiguous()
 
 
-def _empty_codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _per_token_shape(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-def _quant_fp8_per_token_shape(
-    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[Tensor, Tensor]:
-    return _empty_codes(x, dtype)
+def _dynamic_scale(x: Tensor, largest: float) -> Tensor:
+    """The scale of each row of x (fp32) for codes up to `largest`, [..., 1]."""
+    return x.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (1.0 / largest)
 
 
-@op(kind=Kind.QUANTIZE, rows=None, shape=_quant_fp8_per_token_shape)
+@op(kind=Kind.QUANTIZE, rows=None, shape=_per_token_shape)
 def quant_fp8_per_token(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     """fp8 with one scale per row. x [..., K] -> codes [..., K] fp8 and scales [..., 1] fp32."""
     x_f32 = x.to(torch.float32)
-    scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (
-        1.0 / torch.finfo(dtype).max
-    )
+    scale = _dynamic_scale(x_f32, torch.finfo(dtype).max)
     return rounded_fp8(x_f32 * (1.0 / scale), dtype).contiguous(), scale.contiguous()
 
 
@@ -106,9 +104,7 @@ def quant_fp8_group(
     width = x.shape[-1]
     groups = -(-width // group)
     padded = grouped_columns(F.pad(x.to(torch.float32), (0, groups * group - width)), group)
-    scale = padded.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (
-        1.0 / torch.finfo(dtype).max
-    )
+    scale = _dynamic_scale(padded, torch.finfo(dtype).max)
     q = rounded_fp8(padded * (1.0 / scale), dtype).flatten(-2)[..., :width].contiguous()
     return q, empty_group_scales(x, groups, column_major_scales).copy_(scale.squeeze(-1))
 
@@ -142,16 +138,12 @@ def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     ).contiguous(), scale.contiguous()
 
 
-def _quant_int8_per_token_shape(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _empty_codes(x, torch.int8)
-
-
-@op(kind=Kind.QUANTIZE, rows=None, shape=_quant_int8_per_token_shape)
+@op(kind=Kind.QUANTIZE, rows=None, shape=partial(_per_token_shape, dtype=torch.int8))
 def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8, -127..127, with one scale per row. x [..., K] -> codes [..., K] int8 and scales
     [..., 1] fp32.
     """
     x_f32 = x.to(torch.float32)
-    scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (1.0 / INT8_MAX)
+    scale = _dynamic_scale(x_f32, INT8_MAX)
     q = (x_f32 * (1.0 / scale)).round().clamp(-INT8_MAX, INT8_MAX)
     return q.to(torch.int8).contiguous(), scale.contiguous()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atomc.ops.experts import gated, sum_over_experts
-from atomc.ops.op import Op, op
+from atomc.ops.op import op
 from atomc.ops.op_cost import experts
 from atomc.ops.op_shapes import shape_of_x
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
@@ -29,10 +29,6 @@ from atomc.ops.scaled_linear import (
 )
 
 STORED = ("w13", "w2", "w13_scale", "w2_scale")
-
-
-def _linear_fp8(arguments: Arguments) -> Op:
-    return scaled_linear_fp8_block if arguments["block"] else scaled_linear_fp8
 
 
 def _fp8_scales(arguments: Arguments) -> str:
@@ -73,7 +69,7 @@ def _expert_bias(bias: Tensor | None, e: int) -> Tensor | None:
     rows="x",
     cost=experts,
     quantized_weight=FP8_EXPERTS,
-    linear=_linear_fp8,
+    linear=lambda arguments: scaled_linear_fp8_block if arguments["block"] else scaled_linear_fp8,
     shape=shape_of_x,
 )
 def moe_experts_fp8(

@@ -6,6 +6,7 @@ per output, [N, ...], so that layers with one input can be concatenated.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,30 +20,21 @@ from atomc.ops.formats import (
     unpack_e2m1,
     unpack_int4,
 )
+from atomc.ops.linear import stacked
 from atomc.ops.op import op
 from atomc.ops.op_cost import product
 from atomc.ops.op_shapes import rows_of_product
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
+
+_WITH_SCALE = ("weight", "weight_scale")
 
 
 def _finish(total: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     return (total if bias is None else total + bias.to(torch.float32)).to(out_dtype)
 
 
-def _merged_parameters(names: tuple[str, ...], calls: Sequence[Arguments]) -> tuple[str, ...]:
-    return names if calls[0]["bias"] is None else (*names, "bias")
-
-
-def _has_row_scales(calls: Sequence[Arguments]) -> bool:
-    return bool(calls[0]["weight_scale"].dim() == 2)
-
-
 def _output_scales(arguments: Arguments) -> str:
     return "one scale" if arguments["weight_scale"].numel() == 1 else "one scale per output"
-
-
-def _square_scales(arguments: Arguments) -> str:
-    return f"one scale per square of {arguments['block']}"
 
 
 def _group_scales(arguments: Arguments) -> str:
@@ -52,7 +44,9 @@ def _group_scales(arguments: Arguments) -> str:
 
 # Rates of quantized products relative to the bf16 peak, the same on all machines that have them.
 FP8_WEIGHT = QuantizedWeight("fp8", _output_scales, codes=1, rate=2)
-FP8_BLOCK_WEIGHT = QuantizedWeight("fp8", _square_scales, codes=1, rate=2)
+FP8_BLOCK_WEIGHT = QuantizedWeight(
+    "fp8", lambda arguments: f"one scale per square of {arguments['block']}", codes=1, rate=2
+)
 INT8_WEIGHT = QuantizedWeight("int8", _output_scales, codes=1, rate=2)
 INT4_WEIGHT = QuantizedWeight(
     "int4", _group_scales, codes=8, rate=1, stored=("weight", "weight_scale", "zeros")
@@ -82,9 +76,8 @@ def _stacked_fp8(calls: Sequence[Arguments]) -> tuple[str, ...]:
     """A scale per output is concatenated with its row. One scale per weight must be the same
     parameter in all calls.
     """
-    return _merged_parameters(
-        ("weight", "weight_scale") if _has_row_scales(calls) else ("weight",), calls
-    )
+    has_row_scales = calls[0]["weight_scale"].dim() == 2
+    return stacked(_WITH_SCALE if has_row_scales else ("weight",), calls)
 
 
 @op(
@@ -128,7 +121,7 @@ def _stacked_blocks(calls: Sequence[Arguments]) -> tuple[str, ...] | str:
         rows = arguments["weight"].shape[0]
         if rows % block:
             return f"{rows} rows end inside a block of {block} that shares one scale"
-    return _merged_parameters(("weight", "weight_scale"), calls)
+    return stacked(_WITH_SCALE, calls)
 
 
 @op(
@@ -160,17 +153,13 @@ def scaled_linear_fp8_block(
     return _finish(F.linear(x.to(torch.float32) * by_row, values), bias, out_dtype)
 
 
-def _stacked_int8(calls: Sequence[Arguments]) -> tuple[str, ...]:
-    return _merged_parameters(("weight", "weight_scale"), calls)
-
-
 @op(
     kind=Kind.LINEAR,
     rows="x",
     cost=product,
     quantized_weight=INT8_WEIGHT,
     shape=rows_of_product,
-    concat=_stacked_int8,
+    concat=partial(stacked, _WITH_SCALE),
 )
 def scaled_linear_int8(
     x: Tensor,
@@ -199,8 +188,8 @@ def int4_weight(weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, grou
 
 
 def _stacked_int4(calls: Sequence[Arguments]) -> tuple[str, ...]:
-    names = ("weight", "weight_scale")
-    return _merged_parameters(names if calls[0]["zeros"] is None else (*names, "zeros"), calls)
+    zeros = () if calls[0]["zeros"] is None else ("zeros",)
+    return stacked((*_WITH_SCALE, *zeros), calls)
 
 
 @op(
@@ -246,7 +235,7 @@ def mxfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
     cost=product,
     quantized_weight=MXFP4_WEIGHT,
     shape=rows_of_product,
-    concat=_stacked_int8,
+    concat=partial(stacked, _WITH_SCALE),
 )
 def linear_mxfp4(
     x: Tensor,
@@ -279,17 +268,13 @@ def nvfp4_values(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     return (groups * scale.to(torch.float32).unsqueeze(-1)).flatten(-2) * global_scale
 
 
-def _stacked_nvfp4(calls: Sequence[Arguments]) -> tuple[str, ...]:
-    return _merged_parameters(("weight", "weight_scale", "global_scale"), calls)
-
-
 @op(
     kind=Kind.LINEAR,
     rows="x",
     cost=product,
     quantized_weight=NVFP4_WEIGHT,
     shape=rows_of_product,
-    concat=_stacked_nvfp4,
+    concat=partial(stacked, (*_WITH_SCALE, "global_scale")),
 )
 def linear_nvfp4(
     x: Tensor,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from atomc import ops
 from atomc.ops.formats import NVFP4_GROUP
@@ -40,11 +41,14 @@ def _gated(n: RandomInputs, **more: str) -> Arguments:
     return {"gate": gate, "up": up, **more}
 
 
+def _static_scale(scheme: str, n: RandomInputs) -> Tensor | None:
+    return torch.tensor([0.02], device=n.device) if scheme == "fp8_static" else None
+
+
 def _quantizing(
     make: Callable[[RandomInputs], Arguments], scheme: str, n: RandomInputs
 ) -> Arguments:
-    scale = torch.tensor([0.02], device=n.device) if scheme == "fp8_static" else None
-    return make(n) | {"scheme": scheme, "scale": scale}
+    return make(n) | {"scheme": scheme, "scale": _static_scale(scheme, n)}
 
 
 def _normed_pair(n: RandomInputs) -> Arguments:
@@ -53,7 +57,7 @@ def _normed_pair(n: RandomInputs) -> Arguments:
 
 
 def _quantized_pair(scheme: str, n: RandomInputs, **more: bool) -> Arguments:
-    scale = torch.tensor([0.02], device=n.device) if scheme == "fp8_static" else None
+    scale = _static_scale(scheme, n)
     return _normed_pair(n) | {"scheme": scheme, "x_scale": scale, "y_scale": scale, **more}
 
 
@@ -178,9 +182,7 @@ EXAMPLES: Examples = {
         "one of them": partial(_quantized_pair, "fp8_group", quantize_y=False),
     },
     ops.silu_and_mul_quant: {scheme: partial(_quantizing, _gated, scheme) for scheme in SCHEMES},
-    ops.quant_fp8_static: {
-        "": lambda n: {"x": n(n.T, D), "scale": torch.tensor([0.02], device=n.device)}
-    },
+    ops.quant_fp8_static: {"": lambda n: {"x": n(n.T, D), "scale": _static_scale("fp8_static", n)}},
     ops.quant_fp8_per_token: {"": lambda n: {"x": n(n.T, D)}},
     ops.quant_fp8_group: {"": lambda n: {"x": n(n.T, D)}},
     ops.quant_int8_per_token: {"": lambda n: {"x": n(n.T, D)}},
