@@ -190,7 +190,7 @@ def _linear(routed: OpCall, node: Node) -> OpCall:
         raise Unlike("other op", f"{wanted.name}, as {routed.op.name}", describe(node), node)
     if called.arguments["bias"] is not None:
         raise Unlike("guard", "no bias", f"{called['bias'].name} is added", node)
-    for name in called.arguments.keys() & {"out_dtype", "block", "group"}:
+    for name in sorted(called.arguments.keys() & {"out_dtype", "block", "group"}):
         if called.arguments[name] != routed.arguments[name]:
             same = f"{name}={routed.arguments[name]}, as the routed experts"
             raise Unlike("attribute", same, f"{name}={called.arguments[name]}", node)

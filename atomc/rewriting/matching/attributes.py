@@ -22,7 +22,7 @@ def attr_differences(site: MatchSite, p: Node, g: Node) -> Iterator[AttrDifferen
     deferred to conditions.py.
     """
     wanted, actual = call(p), call(g)
-    for name in wanted.attrs.keys() | actual.attrs.keys():
+    for name in wanted.attrs | actual.attrs:
         expected, here = wanted.attrs.get(name), actual.attrs.get(name)
         if isinstance(expected, Capture):
             yield from _captured(site, f"{bare(wanted.op)} with {name}", name, expected, here)
