@@ -56,9 +56,10 @@ def _last_tokens(n: RandomInputs) -> Arguments:
     return {"query_start": _int32(n, 0, n.T), "seq_lens": _int32(n, CONTEXT)}
 
 
-def _blocks(n: RandomInputs, cache: Tensor) -> Tensor:
-    """The block table of a sequence that has all blocks of the cache."""
-    return _int32(n, *range(len(cache)))[None]
+def _read_from(n: RandomInputs, cache: Tensor) -> Arguments:
+    """The last T tokens of a sequence of CONTEXT that has all blocks of the cache."""
+    blocks = _int32(n, *range(len(cache)))[None]
+    return {**_last_tokens(n), "block_tables": blocks, "token": n(0)}
 
 
 def _pages(n: RandomInputs, width: int) -> Tensor:
@@ -67,16 +68,9 @@ def _pages(n: RandomInputs, width: int) -> Tensor:
 
 
 def _paged(n: RandomInputs) -> Arguments:
-    """The last T tokens of a sequence of CONTEXT."""
     caches = n.caches()
-    return {
-        "q": n(n.T, N, H),
-        **caches,
-        **_last_tokens(n),
-        "block_tables": _blocks(n, caches["k_cache"]),
-        "token": n(0),
-        "scale": H**-0.5,
-    }
+    steps = _read_from(n, caches["k_cache"])
+    return {"q": n(n.T, N, H), **caches, **steps, "scale": H**-0.5}
 
 
 def _latent_attended(n: RandomInputs) -> Arguments:
@@ -98,14 +92,11 @@ def _packed(n: RandomInputs) -> Arguments:
 
 
 def _latent_paged(n: RandomInputs) -> Arguments:
-    """The last T tokens of a sequence of CONTEXT."""
     cache = _pages(n, L + R)
     return {
         "q": n(n.T, N, L + R),
         "kv_cache": cache,
-        **_last_tokens(n),
-        "block_tables": _blocks(n, cache),
-        "token": n(0),
+        **_read_from(n, cache),
         "latent": L,
         "scale": (P + R) ** -0.5,
     }
