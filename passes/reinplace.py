@@ -42,7 +42,7 @@ def reinplace(gm: GraphModule, context: Context) -> Outcome:
     position = {node: i for i, node in enumerate(graph.nodes)}
     returned = {storage(node) for node in graph.output_node().all_input_nodes}
     for copy, target, new in _copies_back(graph):
-        if _last_reader(graph, target, {copy}, position) > position[new]:
+        if _last_reader(graph, target, copy, position) > position[new]:
             continue
         changed = _changed(target, new, returned, values)
         if changed is None or not _made_in_place(graph, target, new):
@@ -97,13 +97,10 @@ def _same_kind(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.device == b.device and same_shape(a, b)
 
 
-def _last_reader(graph: Graph, target: Node, but: set[Node], position: dict[Node, int]) -> int:
+def _last_reader(graph: Graph, target: Node, but: Node, position: dict[Node, int]) -> int:
     """The position of the last node that reads the input or a view of it."""
-    last = -1
-    for node in graph.nodes:
-        if node not in but and any(storage(operand) is target for operand in node.all_input_nodes):
-            last = max(last, position[node])
-    return last
+    readers = (node for node in graph.nodes if target in map(storage, node.all_input_nodes))
+    return max((position[node] for node in readers if node is not but), default=-1)
 
 
 def _write_slice(graph: Graph, node: Node, target: Node) -> None:

@@ -156,13 +156,13 @@ def _bases(call: Node) -> list[Node]:
 
 def _num_outputs(call: Node) -> int:
     """The number of results before the new bases: at least one, None for an op without a result."""
-    return max(len(_schema(call).returns), 1)
+    return max(len(_op_of(call)._schema.returns), 1)
 
 
-def _schema(call: Node) -> torch.FunctionSchema:
+def _op_of(call: Node) -> torch._ops.OpOverload:
     op = call.args[0]
     assert isinstance(op, torch._ops.OpOverload)
-    return op._schema
+    return op
 
 
 def _written_to(result: Node) -> Node:
@@ -173,8 +173,7 @@ def _written_to(result: Node) -> Node:
 
 def _call_directly(graph: Graph, call: Node, bases: Sequence[Node]) -> Node:
     """Replace the call by one of its op on the bases themselves."""
-    op, num_outputs = call.args[0], _num_outputs(call)
-    assert isinstance(op, torch._ops.OpOverload)
+    op, num_outputs = _op_of(call), _num_outputs(call)
     with graph.inserting_before(call):
         arguments = {
             argument.name: (
