@@ -2,11 +2,12 @@
 the check holds.
 
 Chain them with `or`: `unlike(HALVES, q=q, k=k) or wrong_rank((3, 4), q=q)`; the first one that
-fails is the reason. Pass tensors by the names to show in the sentence, None for an absent optional
-one. Sizes and strides are compared without adding guards to the graph.
+fails is the reason. `first_refusal` chains functions that take the arguments of a call by name.
+Pass tensors by the names to show in the sentence, None for an absent optional one. Sizes and
+strides are compared without adding guards to the graph.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -16,6 +17,20 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 FP8_MULTIPLIED = (8, 9)  # from this compute capability on
+Refuses = Callable[..., Refusal | None]  # of a platform, and the arguments of a call by name
+
+
+def first_refusal(*checks: Refuses, **constants: object) -> Refuses:
+    """The first refusal of these checks, each of which reads some of the arguments of a call.
+
+    constants  arguments that the checks take whatever those of the call are
+    """
+
+    def refuse_call(platform: Platform, **arguments: object) -> Refusal | None:
+        refusals = (check(platform, **{**arguments, **constants}) for check in checks)
+        return next(filter(None, refusals), None)
+
+    return refuse_call
 
 
 def not_a_cpu(platform: Platform) -> Refusal | None:

@@ -95,6 +95,22 @@ def test_a_check_returns_its_refusal_or_nothing(
     assert found == expected
 
 
+def test_the_first_refusal_is_that_of_the_first_check_that_refuses() -> None:
+    def refuse_width(platform: Platform, x: Tensor, most: int = 8, **_: object) -> Refusal | None:
+        return checks.too_wide(x.shape[-1], most)
+
+    def refuse_rank(platform: Platform, x: Tensor, **_: object) -> Refusal | None:
+        return checks.wrong_rank((2,), x=x)
+
+    h200 = Platform.named("h200")
+    both = checks.first_refusal(refuse_width, refuse_rank)
+    assert both(h200, x=torch.ones(2, 8), y=None) is None
+    assert both(h200, x=X, y=None) == checks.wrong_rank((2,), x=X)
+    assert both(h200, x=torch.ones(2, 3, 9)) == checks.too_wide(9, 8)
+    narrow = checks.first_refusal(refuse_width, most=4)
+    assert narrow(h200, x=X) == narrow(h200, x=X, most=8) == checks.too_wide(8, 4)
+
+
 def test_checks_of_sizes_and_strides_add_no_guard() -> None:
     shapes = ShapeEnv()
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * 3])

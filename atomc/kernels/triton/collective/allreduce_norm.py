@@ -2,12 +2,11 @@
 and a norm with a quantized result is a second one.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import first_refusal
 from atomc.kernels.triton.collective.allreduce import all_reduce, all_reduce_rms_norm
 from atomc.kernels.triton.rows.norm import refuse_rms_norm
 from atomc.kernels.triton.rows.norm_quant import (
@@ -38,7 +37,9 @@ def most_tokens(platform: Platform, x: Tensor, process_group: str, **_: object) 
     return min(1 << (rows.bit_length() - 1), peer_memory.rows_of(ranks))
 
 
-def refuse_all_reduce(platform: Platform, x: Tensor, process_group: str) -> Refusal | None:
+def refuse_all_reduce(
+    platform: Platform, x: Tensor, process_group: str, **_: object
+) -> Refusal | None:
     if not platform.is_cuda:
         return Refusal("hardware", "ranks write each other's memory on NVIDIA GPUs only")
     reason = dict(platform.peer_groups).get(process_group, "they did not ask for it")
@@ -52,57 +53,8 @@ def refuse_all_reduce(platform: Platform, x: Tensor, process_group: str) -> Refu
     return None
 
 
-def refuse_allreduce_rms_norm(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    style: str = "after",
-    residual: Tensor | None = None,
-) -> Refusal | None:
-    return refuse_rms_norm(platform, x, weight, style, residual) or refuse_all_reduce(
-        platform, x, process_group
-    )
-
-
-def refuse_allreduce_rms_norm_quant(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    rounding: str = "even",
-    residual: Tensor | None = None,
-    **_: object,
-) -> Refusal | None:
-    return refuse_rms_norm_quant(
-        platform,
-        x,
-        weight,
-        eps,
-        scale,
-        style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        rounding=rounding,
-        residual=residual,
-    )
-
-
-def refuse_quantized(
-    platform: Platform, x: Tensor, process_group: str, **arguments: Any
-) -> Refusal | None:
-    return refuse_allreduce_rms_norm_quant(
-        platform, x, process_group=process_group, **arguments
-    ) or refuse_all_reduce(platform, x, process_group)
+refuse_allreduce_rms_norm = first_refusal(refuse_rms_norm, refuse_all_reduce)
+refuse_allreduce_rms_norm_quant = first_refusal(refuse_rms_norm_quant, refuse_all_reduce)
 
 
 @ops.allreduce_rms_norm.kernel(
@@ -129,7 +81,7 @@ def allreduce_add_rms_norm(
 
 
 @ops.allreduce_rms_norm_quant.kernel(
-    "triton", refuses=refuse_quantized, tokens=TOKENS, limit=most_tokens, note=NOTE
+    "triton", refuses=refuse_allreduce_rms_norm_quant, tokens=TOKENS, limit=most_tokens, note=NOTE
 )
 def allreduce_rms_norm_quant(
     x: Tensor,
@@ -164,7 +116,7 @@ def allreduce_rms_norm_quant(
 
 
 @ops.allreduce_add_rms_norm_quant.kernel(
-    "triton", refuses=refuse_quantized, tokens=TOKENS, limit=most_tokens, note=NOTE
+    "triton", refuses=refuse_allreduce_rms_norm_quant, tokens=TOKENS, limit=most_tokens, note=NOTE
 )
 def allreduce_add_rms_norm_quant(
     x: Tensor,

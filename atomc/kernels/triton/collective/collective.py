@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.triton.collective.allreduce_norm import refuse_allreduce_rms_norm_quant
 from atomc.kernels.triton.launch.tiles import NORM
 from atomc.kernels.triton.rows.norm import add_rms_norm, refuse_rms_norm, rms_norm
-from atomc.kernels.triton.rows.norm_quant import add_rms_norm_quant, rms_norm_quant
+from atomc.kernels.triton.rows.norm_quant import (
+    add_rms_norm_quant,
+    refuse_rms_norm_quant,
+    rms_norm_quant,
+)
 
 all_reduce = ops.all_reduce.reference
 
@@ -34,9 +37,7 @@ def allreduce_add_rms_norm(
     return add_rms_norm(all_reduce(x, process_group), residual, weight, eps, style)
 
 
-@ops.allreduce_rms_norm_quant.kernel(
-    "triton", refuses=refuse_allreduce_rms_norm_quant, tuned_for=NORM.archs
-)
+@ops.allreduce_rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs)
 def allreduce_rms_norm_quant(
     x: Tensor,
     weight: Tensor,
@@ -70,7 +71,7 @@ def allreduce_rms_norm_quant(
 
 
 @ops.allreduce_add_rms_norm_quant.kernel(
-    "triton", refuses=refuse_allreduce_rms_norm_quant, tuned_for=NORM.archs
+    "triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs
 )
 def allreduce_add_rms_norm_quant(
     x: Tensor,

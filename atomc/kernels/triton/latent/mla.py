@@ -11,6 +11,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import (
+    first_refusal,
     scattered_blocks,
     scattered_slots,
     too_wide,
@@ -408,6 +409,7 @@ def refuse_mla_kv_write(
     kv_cache: Tensor,
     slots: Tensor,
     scale: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, kv_c=kv_c, k_pe=k_pe) or uncachable(
         platform, {"scale": scale}, kv_cache=kv_cache
@@ -457,22 +459,17 @@ def mla_kv_write(
     return kv_c.new_empty((0,))
 
 
-def refuse_mla_rope_kv_write(
+def refuse_rotation(
     platform: Platform,
     q_nope: Tensor,
     q_pe: Tensor,
-    kv_c: Tensor,
     k_pe: Tensor,
     cos: Tensor,
     sin: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None = None,
     rope_style: str = "neox",
+    **_: object,
 ) -> Refusal | None:
-    if reason := refuse_mla_kv_write(platform, kv_c, k_pe, kv_cache, slots, scale) or unfit(
-        platform, q_nope=q_nope
-    ):
+    if reason := unfit(platform, q_nope=q_nope):
         return reason
     if q_pe.dtype != k_pe.dtype or q_nope.dim() != q_pe.dim() or q_nope.dim() not in (3, 4):
         return Refusal(
@@ -482,6 +479,9 @@ def refuse_mla_rope_kv_write(
     return refuse_rope(platform, q_pe, cos, sin, rope_style) or refuse_rope(
         platform, k_pe, cos, sin, rope_style
     )
+
+
+refuse_mla_rope_kv_write = first_refusal(refuse_mla_kv_write, refuse_rotation)
 
 
 def empty_queries(

@@ -516,12 +516,12 @@ def refuse_mla_absorbed_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
     kv_scale: Tensor | None = None,
     *,
     latent: int,
     scale: float,
     chosen: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, q=q) or uncachable(
         platform, {"kv_scale": kv_scale}, kv_cache=kv_cache

@@ -13,6 +13,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import (
+    first_refusal,
     odd_group,
     strided,
     unknown,
@@ -284,33 +285,19 @@ def _bmm_rope_kv_write(
         )
 
 
-def refuse_bmm_rope_kv_write(
+def refuse_product(
     platform: Platform,
     q_nope: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None = None,
     *,
     scheme: str,
-    rope_style: str = "neox",
     group: int = 128,
     dtype: torch.dtype = torch.float8_e4m3fn,
     rounding: str = "even",
+    **_: object,
 ) -> Refusal | None:
-    if reason := (
-        refuse_mla_rope_kv_write(
-            platform, q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style
-        )
-        or unknown(BMM_SCHEMES, scheme=scheme)
-        or strided(weight=weight)
-    ):
+    if reason := unknown(BMM_SCHEMES, scheme=scheme) or strided(weight=weight):
         return reason
     if scheme == "fp8":
         if dtype not in FP8 or weight.dtype != dtype:
@@ -331,6 +318,9 @@ def refuse_bmm_rope_kv_write(
             f"{tuple(MX_ROUNDINGS)}",
         )
     return None
+
+
+refuse_bmm_rope_kv_write = first_refusal(refuse_mla_rope_kv_write, refuse_product)
 
 
 def _product_constants(

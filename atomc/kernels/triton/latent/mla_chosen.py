@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import unlike
+from atomc.kernels.checks import first_refusal, unlike
 from atomc.kernels.triton.attention.attention import LOG2_E
 from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
 from atomc.kernels.triton.latent import mla_attention as dense
@@ -202,34 +202,17 @@ def refuse_chosen(chosen: Tensor) -> Refusal | None:
     return unlike((torch.int32,), chosen=chosen)
 
 
-def refuse_mla_absorbed_attention(
-    platform: Platform,
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
-    latent: int,
-    scale: float,
-    chosen: Tensor | None = None,
+def refuse_positions(
+    platform: Platform, chosen: Tensor | None = None, **_: object
 ) -> Refusal | None:
     if chosen is None:
         return Refusal("argument", "a kernel for chosen keys")
-    return refuse_chosen(chosen) or dense.refuse_mla_absorbed_attention(
-        platform,
-        q,
-        kv_cache,
-        query_start,
-        seq_lens,
-        block_tables,
-        token,
-        kv_scale,
-        latent=latent,
-        scale=scale,
-    )
+    return refuse_chosen(chosen)
+
+
+refuse_mla_absorbed_attention = first_refusal(
+    refuse_positions, first_refusal(dense.refuse_mla_absorbed_attention, chosen=None)
+)
 
 
 @ops.mla_absorbed_attention.kernel(

@@ -86,11 +86,11 @@ def refuse_mla_paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
     kv_scale: Tensor | None = None,
     *,
     scale: float,
     chosen: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     latent = weight.shape[-1]
     in_latent_space = q.new_empty((*q.shape[:-1], kv_cache.shape[-1]))
@@ -104,7 +104,6 @@ def refuse_mla_paged_attention(
             query_start,
             seq_lens,
             block_tables,
-            token,
             kv_scale,
             latent=latent,
             scale=scale,

@@ -7,6 +7,7 @@ a packed projection and transposed heads without a copy.
 """
 
 import functools
+import math
 
 import torch
 import triton
@@ -54,6 +55,13 @@ def unfit(platform: Platform, **tensors: Tensor | None) -> Refusal | None:
             return Refusal("shape", f"the last dimension of {name} is dynamic")
         if tensor.shape[-1] > 1 and not known_equal(tensor.stride(-1), 1):
             return Refusal("layout", f"the last dimension of {name} is not contiguous")
+    return None
+
+
+def more_rows(x: Tensor, most: int, why: str) -> Refusal | None:
+    """Refuse an x of more rows, as far as their number is static."""
+    if math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > most:
+        return Refusal("slower", f"x has more than {most} rows, {why}")
     return None
 
 

@@ -4,8 +4,6 @@ A program takes some rows of the weight and sums over all of K, in parts that it
 order at the end. M rows of x, N rows of the weight, K columns.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +15,7 @@ from atomc.kernels.checks import unlike
 from atomc.kernels.triton.launch.launch import (
     inner_sizes,
     let_next_start,
+    more_rows,
     not_nvidia,
     num_rows,
     overlap,
@@ -190,9 +189,7 @@ def refuse_linear(
         return Refusal(
             "layout", "the weight is not contiguous, or its rows are not a multiple of 16 bytes"
         )
-    if math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS:
-        return Refusal("slower", f"x has more than {MAX_ROWS} rows, for which cuBLAS is as fast")
-    return None
+    return more_rows(x, MAX_ROWS, "for which cuBLAS is as fast")
 
 
 @ops.linear.kernel(
@@ -203,12 +200,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return multiply(x, weight, bias, tile)
 
 
-def refuse_linear_fp32(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
-    return refuse_linear(platform, x, weight)
-
-
 @ops.linear_fp32.kernel(
-    "triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=refuse_linear_fp32, tuned_for=LINEAR.archs
+    "triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=refuse_linear, tuned_for=LINEAR.archs
 )
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     tile = LINEAR.choose(x.device, num_rows(x), *weight.shape)

@@ -6,17 +6,16 @@ scales of blocks of columns multiply the sum of each block. M rows of x, N rows 
 columns, G blocks of columns.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import no_fp8_products, unlike, wrong_result
+from atomc.kernels.checks import first_refusal, no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton.launch.launch import (
     let_next_start,
+    more_rows,
     not_nvidia,
     num_rows,
     overlap,
@@ -272,12 +271,11 @@ def refuse_scaled_linear(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
     block: int = BLOCK,
+    **_: object,
 ) -> Refusal | None:
     """Refuse operands that neither the kernel for few rows nor that for many rows can multiply."""
     return (
@@ -292,28 +290,11 @@ def refuse_scaled_linear(
     )
 
 
-def refuse_scaled_linear_few_rows(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    block: int = BLOCK,
-) -> Refusal | None:
-    reason = refuse_scaled_linear(
-        platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype, block=block
-    )
-    if (
-        reason is None
-        and math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS
-    ):
-        return Refusal(
-            "slower", f"x has more than {MAX_ROWS} rows, for which another kernel is faster"
-        )
-    return reason
+def refuse_more_rows(platform: Platform, x: Tensor, **_: object) -> Refusal | None:
+    return more_rows(x, MAX_ROWS, "for which another kernel is faster")
+
+
+refuse_scaled_linear_few_rows = first_refusal(refuse_scaled_linear, refuse_more_rows)
 
 
 FEW = ops.Tokens(1, MAX_ROWS)

@@ -2,13 +2,12 @@
 rows twice as fast with one scale for all of them as with a scale a row.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.triton.launch.launch import num_rows
+from atomc.kernels.checks import first_refusal
+from atomc.kernels.triton.launch.launch import more_rows, num_rows
 from atomc.kernels.triton.launch.tiles import SCALED_LINEAR_TILES
 from atomc.kernels.triton.linear.scaled_linear import MAX_ROWS, refuse_scaled_linear
 from atomc.kernels.triton.linear.scaled_linear_tiles import multiply
@@ -20,32 +19,18 @@ from atomc.platform import Platform
 MANY_ROWS = 128
 
 
-def refuse_scaled_linear_by_row(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
+def refuse_rows(
+    platform: Platform, x: Tensor, x_scale: Tensor, weight_scale: Tensor, **_: object
 ) -> Refusal | None:
-    reason = refuse_scaled_linear(
-        platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype
-    )
-    if reason is not None:
-        return reason
     if x_scale.dim() <= 1 and weight_scale.dim() <= 1:
         return Refusal("slower", "one scale for all rows, which cuBLAS takes as fast")
-    if math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MANY_ROWS:
-        return Refusal("slower", f"x has more than {MANY_ROWS} rows, which are left to cuBLAS")
-    return None
+    return more_rows(x, MANY_ROWS, "which are left to cuBLAS")
 
 
 @ops.scaled_linear_fp8.kernel(
     "triton",
     tokens=ops.Tokens(MAX_ROWS + 1, MANY_ROWS),
-    refuses=refuse_scaled_linear_by_row,
+    refuses=first_refusal(refuse_scaled_linear, refuse_rows),
     tuned_for=SCALED_LINEAR_TILES.archs,
 )
 def scaled_linear_fp8(

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import first_refusal
 from atomc.kernels.triton.launch.launch import num_rows
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import SCALED_LINEAR_BLOCK_TILES, SCALED_LINEAR_TILES
@@ -120,20 +121,7 @@ def multiply(
     return out
 
 
-def refuse_scaled_linear_fp8(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
-    if reason := refuse_scaled_linear(
-        platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype
-    ):
-        return reason
+def refuse_even_weight(platform: Platform, weight: Tensor, **_: object) -> Refusal | None:
     if not any(size % 16 for size in weight.shape):
         return Refusal(
             "slower", "rows and columns of the weight are multiples of 16, where cuBLAS is faster"
@@ -142,7 +130,9 @@ def refuse_scaled_linear_fp8(
 
 
 @ops.scaled_linear_fp8.kernel(
-    "triton", refuses=refuse_scaled_linear_fp8, tuned_for=SCALED_LINEAR_TILES.archs
+    "triton",
+    refuses=first_refusal(refuse_scaled_linear, refuse_even_weight),
+    tuned_for=SCALED_LINEAR_TILES.archs,
 )
 def scaled_linear_fp8(
     x: Tensor,

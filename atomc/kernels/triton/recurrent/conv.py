@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import strided, unknown
+from atomc.kernels.checks import first_refusal, strided, unknown
 from atomc.kernels.triton.attention.sequences import tokens_of
 from atomc.kernels.triton.launch.launch import begin, overlap, unfit
 from atomc.kernels.triton.launch.tiles import CONV
@@ -117,26 +117,13 @@ def refuse_causal_conv1d(
     return None
 
 
-def refuse_causal_conv1d_update(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    state_slots: Tensor,
-    *,
-    activation: str,
+def refuse_conv_state(platform: Platform, conv_state: Tensor, **_: object) -> Refusal | None:
+    return strided(conv_state=conv_state)
+
+
+def refuse_step(
+    platform: Platform, query_start: Tensor, seq_lens: Tensor, state_slots: Tensor, **_: object
 ) -> Refusal | None:
-    return (
-        refuse_causal_conv1d(platform, x, weight, bias, activation=activation)
-        or strided(conv_state=conv_state)
-        or odd_step(query_start, seq_lens, state_slots)
-    )
-
-
-def odd_step(query_start: Tensor, seq_lens: Tensor, state_slots: Tensor) -> Refusal | None:
     """Refuse descriptions of sequences that the kernels of state per sequence cannot read."""
     expected = (
         ("query_start", query_start, torch.int32),
@@ -147,6 +134,9 @@ def odd_step(query_start: Tensor, seq_lens: Tensor, state_slots: Tensor) -> Refu
         if numbers.dtype != dtype or not known_equal(numbers.stride(-1), 1):
             return Refusal("dtype", f"{name} is not a contiguous {dtype} tensor")
     return None
+
+
+refuse_causal_conv1d_update = first_refusal(refuse_causal_conv1d, refuse_conv_state, refuse_step)
 
 
 def equal_sequences(count: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

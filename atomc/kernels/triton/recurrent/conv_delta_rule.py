@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import strided, too_wide
+from atomc.kernels.checks import first_refusal, too_wide
 from atomc.kernels.triton.launch.launch import begin, overlap
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import DELTA_DECODE
@@ -27,7 +27,10 @@ from atomc.kernels.triton.recurrent.delta_gates import (
     rate_of,
     refuse_delta_gates,
 )
-from atomc.kernels.triton.recurrent.delta_rule import gated_delta_rule_update
+from atomc.kernels.triton.recurrent.delta_rule import (
+    gated_delta_rule_update,
+    refuse_recurrent_state,
+)
 from atomc.ops.conv_delta_rule import split_channels
 from atomc.ops.delta_rule import L2_EPS
 from atomc.ops.op import Refusal, Shared
@@ -213,33 +216,13 @@ def _key_heads(x: Tensor, recurrent_state: Tensor, **_: object) -> tuple[int]:
     return ((x.shape[-1] - heads * width) // (2 * key_width),)
 
 
-def refuse_conv_gated_delta_rule_update(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    recurrent_state: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    state_slots: Tensor,
-    *,
-    activation: str,
-    **_: object,
-) -> Refusal | None:
-    step = query_start, seq_lens, state_slots
-    return (
-        refuse_causal_conv1d_update(
-            platform, x, weight, bias, conv_state, *step, activation=activation
-        )
-        or refuse_delta_gates(platform, a, b, A_log, dt_bias)
-        or strided(recurrent_state=recurrent_state)
-        or too_wide(max(recurrent_state.shape[-2:]), MAX_WIDTH, "heads")
-    )
+def refuse_wide_state(platform: Platform, recurrent_state: Tensor, **_: object) -> Refusal | None:
+    return too_wide(max(recurrent_state.shape[-2:]), MAX_WIDTH, "heads")
+
+
+refuse_conv_gated_delta_rule_update = first_refusal(
+    refuse_causal_conv1d_update, refuse_delta_gates, refuse_recurrent_state, refuse_wide_state
+)
 
 
 @ops.conv_gated_delta_rule_update.kernel(

@@ -65,8 +65,7 @@ def refuse_delta_gates(
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    *_: object,
-    **__: object,
+    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, a=a, b=b, A_log=A_log, dt_bias=dt_bias) or unlike_shapes(a, b=b):
         return reason

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import strided, too_wide
+from atomc.kernels.checks import first_refusal, strided, too_wide
 from atomc.kernels.triton.launch.launch import begin, overlap, unfit
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import DELTA_CHUNKS, DELTA_STEP
-from atomc.kernels.triton.recurrent.conv import equal_sequences, odd_step
+from atomc.kernels.triton.recurrent.conv import equal_sequences, refuse_step
 from atomc.kernels.triton.recurrent.delta_chunks import MAX_WIDTH, Rows, launch_chunks
 from atomc.ops.delta_rule import L2_EPS
 from atomc.ops.op import Refusal
@@ -126,25 +126,15 @@ def refuse_gated_delta_rule(
     return too_wide(max(k.shape[-1], v.shape[-1]), MAX_WIDTH, "heads")
 
 
-def refuse_gated_delta_rule_update(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    recurrent_state: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    state_slots: Tensor,
-    *,
-    scale: float,
+def refuse_recurrent_state(
+    platform: Platform, recurrent_state: Tensor, **_: object
 ) -> Refusal | None:
-    return (
-        refuse_gated_delta_rule(platform, q, k, v, g, beta)
-        or strided(recurrent_state=recurrent_state)
-        or odd_step(query_start, seq_lens, state_slots)
-    )
+    return strided(recurrent_state=recurrent_state)
+
+
+refuse_gated_delta_rule_update = first_refusal(
+    refuse_gated_delta_rule, refuse_recurrent_state, refuse_step
+)
 
 
 @ops.gated_delta_rule.kernel(

@@ -229,6 +229,7 @@ def refuse_kv_write(
     slots: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     if reason := unfit(platform, k=k, v=v) or uncachable(

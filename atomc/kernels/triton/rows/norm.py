@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import too_wide, unknown, unlike, unlike_shapes
+from atomc.kernels.checks import first_refusal, too_wide, unknown, unlike, unlike_shapes
 from atomc.kernels.triton.launch.launch import (
     begin,
     inner_sizes,
@@ -255,21 +255,16 @@ def add_rms_norm(
     return out, _launch(_rms_norm, x, residual, (weight,), out, eps, WIDTH=x.shape[-1], STYLE=style)
 
 
-def refuse_add_rms_norm_pad(
-    platform: Platform,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    columns: int,
-    style: str = "after",
-) -> Refusal | None:
+def refuse_padding(platform: Platform, x: Tensor, columns: int, **_: object) -> Refusal | None:
     if x.shape[-1] + columns > MAX_COLUMNS:
         return Refusal(
             "shape",
             f"rows of {x.shape[-1]} + {columns} exceed the limit of {MAX_COLUMNS}",
         )
-    return refuse_rms_norm(platform, x, weight, style, residual)
+    return None
+
+
+refuse_add_rms_norm_pad = first_refusal(refuse_padding, refuse_rms_norm)
 
 
 @ops.add_rms_norm_pad.kernel("triton", refuses=refuse_add_rms_norm_pad, tuned_for=NORM.archs)

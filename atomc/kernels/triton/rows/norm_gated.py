@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import unlike_shapes
+from atomc.kernels.checks import first_refusal, unlike_shapes
 from atomc.kernels.triton.launch.launch import (
     begin,
     inner_sizes,
@@ -66,19 +66,11 @@ def _rms_norm_gated(
     tl.store(at, y.to(out_ptr.dtype.element_ty), inside)
 
 
-def refuse_rms_norm_gated(
-    platform: Platform,
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    style: str = "after",
-) -> Refusal | None:
-    return (
-        refuse_rms_norm(platform, x=x, weight=weight, eps=eps, style=style)
-        or unfit(platform, gate=gate)
-        or unlike_shapes(x, gate=gate)
-    )
+def refuse_gate(platform: Platform, x: Tensor, gate: Tensor, **_: object) -> Refusal | None:
+    return unfit(platform, gate=gate) or unlike_shapes(x, gate=gate)
+
+
+refuse_rms_norm_gated = first_refusal(refuse_rms_norm, refuse_gate)
 
 
 @ops.rms_norm_gated.kernel("triton", refuses=refuse_rms_norm_gated, tuned_for=NORM_GATED.archs)

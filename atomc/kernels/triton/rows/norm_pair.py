@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal, spell_shape
-from atomc.kernels.checks import too_wide, unknown
+from atomc.kernels.checks import first_refusal, too_wide, unknown
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
     begin,
@@ -318,14 +318,9 @@ def rms_norm_pair(
     return both[0].norm, both[1].norm
 
 
-def refuse_rms_norm_pair_quant(
+def refuse_quant_of_y(
     platform: Platform,
-    x: Tensor,
     y: Tensor,
-    x_weight: Tensor,
-    y_weight: Tensor,
-    eps: float,
-    style: str = "after",
     *,
     scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn,
@@ -334,10 +329,12 @@ def refuse_rms_norm_pair_quant(
     quantize_y: bool = True,
     **_: object,
 ) -> Refusal | None:
-    reason = unquantizable(platform, x, scheme, dtype, group, rounding)
-    if reason is None and quantize_y:
-        reason = unquantizable(platform, y, scheme, dtype, group, rounding, "y")
-    return reason or refuse_rms_norm_pair(platform, x, y, x_weight, y_weight, eps, style)
+    if not quantize_y:
+        return None
+    return unquantizable(platform, y, scheme, dtype, group, rounding, "y")
+
+
+refuse_rms_norm_pair_quant = first_refusal(unquantizable, refuse_quant_of_y, refuse_rms_norm_pair)
 
 
 @ops.rms_norm_pair_quant.kernel("triton", refuses=refuse_rms_norm_pair_quant, tuned_for=NORM.archs)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import first_refusal
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
     begin,
@@ -29,8 +30,6 @@ from atomc.kernels.triton.rows.norm import (
     weighted,
 )
 from atomc.kernels.triton.rows.quant import Quantized, store_quantized, unquantizable
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 
 @triton.jit
@@ -222,23 +221,7 @@ def _launch(
     return out.codes, out.scales, total, kept
 
 
-def refuse_rms_norm_quant(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    rounding: str = "even",
-    residual: Tensor | None = None,
-    **_: object,
-) -> Refusal | None:
-    reason = unquantizable(platform, x, scheme, dtype, group, rounding)
-    return reason or refuse_rms_norm(platform, x, weight, style, residual)
+refuse_rms_norm_quant = first_refusal(unquantizable, refuse_rms_norm)
 
 
 @ops.rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import odd_group, too_wide, unknown
+from atomc.kernels.checks import first_refusal, odd_group, too_wide, unknown
 from atomc.kernels.triton.launch.launch import (
     begin,
     inner_sizes,
@@ -317,6 +317,7 @@ def unquantizable(
     group: int = 128,
     rounding: str = "even",
     name: str = "x",
+    **_: object,
 ) -> Refusal | None:
     """Refuse rows of x that `store_quantized` cannot quantize in this scheme."""
     if reason := unfit(platform, **{name: x}):
@@ -356,41 +357,25 @@ def _launch(x: Tensor, out: Quantized) -> tuple[Tensor, Tensor]:
     return out.codes, out.scales
 
 
-def refuse_quant_fp8_static(
-    platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> Refusal | None:
-    return unquantizable(platform, x, "fp8_static", dtype)
-
-
-@ops.quant_fp8_static.kernel("triton", refuses=refuse_quant_fp8_static, tuned_for=QUANT.archs)
+@ops.quant_fp8_static.kernel(
+    "triton", refuses=first_refusal(unquantizable, scheme="fp8_static"), tuned_for=QUANT.archs
+)
 def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     return _launch(x, Quantized(x, scale, "fp8_static", dtype))[0]
 
 
-def refuse_quant_fp8_per_token(
-    platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> Refusal | None:
-    return unquantizable(platform, x, "fp8_per_token", dtype)
-
-
-@ops.quant_fp8_per_token.kernel("triton", refuses=refuse_quant_fp8_per_token, tuned_for=QUANT.archs)
+@ops.quant_fp8_per_token.kernel(
+    "triton", refuses=first_refusal(unquantizable, scheme="fp8_per_token"), tuned_for=QUANT.archs
+)
 def quant_fp8_per_token(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "fp8_per_token", dtype))
 
 
-def refuse_quant_fp8_group(
-    platform: Platform,
-    x: Tensor,
-    group: int = 128,
-    column_major_scales: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-) -> Refusal | None:
-    return unquantizable(platform, x, "fp8_group", dtype, group)
-
-
-@ops.quant_fp8_group.kernel("triton", refuses=refuse_quant_fp8_group, tuned_for=QUANT.archs)
+@ops.quant_fp8_group.kernel(
+    "triton", refuses=first_refusal(unquantizable, scheme="fp8_group"), tuned_for=QUANT.archs
+)
 def quant_fp8_group(
     x: Tensor,
     group: int = 128,
@@ -400,21 +385,15 @@ def quant_fp8_group(
     return _launch(x, Quantized(x, None, "fp8_group", dtype, group, column_major_scales))
 
 
-def refuse_quant_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
-    return unquantizable(platform, x, "mxfp4", rounding=rounding)
-
-
-@ops.quant_mxfp4.kernel("triton", refuses=refuse_quant_mxfp4, tuned_for=QUANT.archs)
+@ops.quant_mxfp4.kernel(
+    "triton", refuses=first_refusal(unquantizable, scheme="mxfp4"), tuned_for=QUANT.archs
+)
 def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "mxfp4", rounding=rounding))
 
 
-def refuse_quant_int8_per_token(platform: Platform, x: Tensor) -> Refusal | None:
-    return unquantizable(platform, x, "int8_per_token")
-
-
 @ops.quant_int8_per_token.kernel(
-    "triton", refuses=refuse_quant_int8_per_token, tuned_for=QUANT.archs
+    "triton", refuses=first_refusal(unquantizable, scheme="int8_per_token"), tuned_for=QUANT.archs
 )
 def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "int8_per_token"))

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import first_refusal
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
     begin,
@@ -35,8 +36,6 @@ from atomc.kernels.triton.rows.rope import (
     store_parts,
     table_strides,
 )
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_programs"])
@@ -187,28 +186,7 @@ def _rope_kv_write(
         )
 
 
-def refuse_rope_kv_write(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
-    norm_style: str = "after",
-    rope_style: str = "neox",
-) -> Refusal | None:
-    reason = refuse_kv_write(platform, k, v, k_cache, v_cache, slots, k_scale, v_scale)
-    return reason or refuse_qk_norm_rope(
-        platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style
-    )
+refuse_rope_kv_write = first_refusal(refuse_kv_write, refuse_qk_norm_rope)
 
 
 def _launch_with_write(
