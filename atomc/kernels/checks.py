@@ -143,6 +143,18 @@ def strided(**tensors: Tensor) -> Refusal | None:
     return None
 
 
+def gapped(**tensors: Tensor | None) -> Refusal | None:
+    """Refuse tensors that are not contiguous."""
+    for name, tensor in tensors.items():
+        stride: int | torch.SymInt = 1
+        dimensions = () if tensor is None else zip(tensor.shape, tensor.stride(), strict=True)
+        for size, step in reversed(list(dimensions)):
+            if not known_equal(step, stride):
+                return Refusal("layout", f"{name} is not contiguous")
+            stride = stride * size
+    return None
+
+
 def scattered_slots(slots: Tensor) -> Refusal | None:
     if slots.dim() != 1 or not known_equal(slots.stride(0), 1):
         return Refusal("layout", "slots are not a contiguous vector")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import strided, unknown, unlike
+from atomc.kernels.checks import gapped, strided, unknown, unlike
 from atomc.kernels.triton.experts.expert_sort import MOST_EXPERTS
 from atomc.kernels.triton.launch.launch import not_nvidia
 from atomc.ops.experts import ACTIVATIONS
@@ -17,10 +17,11 @@ def unfit(
     platform: Platform,
     ids: Tensor,
     weights: Tensor,
-    num_experts: int | torch.SymInt,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
+    w13: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
+    **_: object,
 ) -> Refusal | None:
     """Refuse what no kernel for many tokens takes, whatever the format of the weights."""
     if reason := (
@@ -32,15 +33,22 @@ def unfit(
         or unknown(ACTIVATIONS, activation=activation)
     ):
         return reason
-    if not isinstance(num_experts, int) or not 1 <= num_experts <= MOST_EXPERTS:
-        return Refusal("shape", f"{num_experts} experts: written for 1 to {MOST_EXPERTS}")
+    experts = w13.shape[0]
+    if not isinstance(experts, int) or not 1 <= experts <= MOST_EXPERTS:
+        return Refusal("shape", f"{experts} experts: written for 1 to {MOST_EXPERTS}")
     biases = {name: bias for name, bias in (("b13", b13), ("b2", b2)) if bias is not None}
     return strided(**biases)
 
 
-def unreadable(**weights: Tensor) -> Refusal | None:
-    """Refuse weights [E, N, K] of dynamic size, or with neither rows nor columns contiguous."""
-    for name, weight in weights.items():
+def unreadable(
+    platform: Platform, x: Tensor, w13: Tensor, w2: Tensor, **_: object
+) -> Refusal | None:
+    """Refuse rows of x that are not contiguous, and weights [E, N, K] of dynamic size, or with
+    neither rows nor columns contiguous.
+    """
+    if reason := strided(x=x):
+        return reason
+    for name, weight in (("w13", w13), ("w2", w2)):
         if not all(isinstance(size, int) for size in weight.shape):
             return Refusal("shape", f"the size of {name} is dynamic")
         if not any(known_equal(stride, 1) for stride in weight.stride()[1:]):
@@ -48,13 +56,22 @@ def unreadable(**weights: Tensor) -> Refusal | None:
     return None
 
 
-def scattered(**tensors: Tensor | None) -> Refusal | None:
-    """Refuse tensors [E, N, K] that are not contiguous."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not (
-            known_equal(tensor.stride(2), 1)
-            and known_equal(tensor.stride(1), tensor.shape[2])
-            and known_equal(tensor.stride(0), tensor.shape[1] * tensor.shape[2])
-        ):
-            return Refusal("layout", f"{name} is not contiguous")
-    return None
+def scattered(
+    platform: Platform,
+    w13: Tensor,
+    w2: Tensor,
+    w13_scale: Tensor,
+    w2_scale: Tensor,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    **_: object,
+) -> Refusal | None:
+    """Refuse 4-bit weights, scales or zeros that are not contiguous."""
+    return gapped(
+        w13=w13,
+        w2=w2,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        w13_zeros=w13_zeros,
+        w2_zeros=w2_zeros,
+    )

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import strided, unlike, unsupported, wrong_result
+from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import pairs_of, store_pairs, tile_of, weight_rows
@@ -315,34 +315,17 @@ def _both_products(
     return weighted_sum(products, ids, weights, experts.num_experts)
 
 
-def refuse_moe_experts_w4a16(
-    platform: Platform,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    w13_zeros: Tensor | None = None,
-    w2_zeros: Tensor | None = None,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    group: int,
-    activation: str = "silu",
-    **_: object,
+def refuse_int4_types(
+    platform: Platform, x: Tensor, w13_scale: Tensor, w2_scale: Tensor, *, group: int, **_: object
 ) -> Refusal | None:
     return (
-        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
-        or unlike(HALVES, x=x)
+        unlike(HALVES, x=x)
         or unlike((x.dtype,), w13_scale=w13_scale, w2_scale=w2_scale)
         or other_group(group)
-        or strided(x=x)
-        or unreadable(w13=w13, w2=w2)
-        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
-        or scattered(w13_zeros=w13_zeros, w2_zeros=w2_zeros)
     )
+
+
+refuse_moe_experts_w4a16 = first_refusal(unfit, refuse_int4_types, unreadable, scattered)
 
 
 @ops.moe_experts_w4a16.kernel(
@@ -391,33 +374,23 @@ def moe_experts_w4a16(
     )
 
 
-def refuse_moe_experts_mxfp4(
+def refuse_mxfp4_types(
     platform: Platform,
     x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
     x_scale: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
-    activation: str = "silu",
     **_: object,
 ) -> Refusal | None:
     taken = (torch.bfloat16,)  # fp16 cannot represent all scales
     return (
-        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
-        or unsupported("the kernel for 16-bit rows", x_scale=x_scale)
+        unsupported("the kernel for 16-bit rows", x_scale=x_scale)
         or unlike(taken, x=x)
         or wrong_result(taken, out_dtype)
-        or strided(x=x)
-        or unreadable(w13=w13, w2=w2)
-        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
     )
+
+
+refuse_moe_experts_mxfp4 = first_refusal(unfit, refuse_mxfp4_types, unreadable, scattered)
 
 
 @ops.moe_experts_mxfp4.kernel(

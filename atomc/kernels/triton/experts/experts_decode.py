@@ -293,9 +293,9 @@ class Stored(NamedTuple):
     """The weights of all experts [E, rows, ...], and what belongs to them."""
 
     values: Tensor
-    scale: Tensor | None
-    zeros: Tensor | None
-    bias: Tensor | None
+    scale: Tensor | None = None
+    zeros: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class Form(NamedTuple):
@@ -412,37 +412,25 @@ def compute(
     return _down_sums(h, ids, weights, down, form, out_dtype, tile)
 
 
-def unfit_call(
-    platform: Platform,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
-) -> Refusal | None:
-    """Refuse what no kernel for few tokens reads, whatever the format of the weights, and more
-    tokens.
-    """
+def refuse_more_tokens(platform: Platform, x: Tensor, **_: object) -> Refusal | None:
     if isinstance(x.shape[0], int) and x.shape[0] > MAX_TOKENS:
         return Refusal("slower", f"more than {MAX_TOKENS} tokens, whose experts meet again")
-    return unfit_arguments(platform, x, ids, weights, w13, w2, b13, b2, activation)
+    return None
 
 
-def unfit_arguments(
+def unfit(
     platform: Platform,
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
+    **_: object,
 ) -> Refusal | None:
-    """As unfit_call, for any number of tokens."""
+    """Refuse what these kernels do not read, whatever the format of the weights."""
     choices = ids.shape[-1]
     if platform.is_cpu:
         return Refusal("hardware", "Triton kernels run on a GPU")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import unlike, unsupported, wrong_result
+from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered
 from atomc.kernels.triton.experts.experts_decode import (
     FEW,
@@ -14,7 +14,8 @@ from atomc.kernels.triton.experts.experts_decode import (
     Gate,
     Stored,
     compute,
-    unfit_call,
+    refuse_more_tokens,
+    unfit,
     up_to_all,
     up_to_half,
 )
@@ -27,38 +28,22 @@ from atomc.platform import Platform
 ARCHS = EXPERTS_FEW_4_BITS.archs
 
 
-def refuse_moe_experts_w4a16_few(
+def refuse_int4_types(
     platform: Platform,
     x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
     w13_scale: Tensor,
-    w2: Tensor,
     w2_scale: Tensor,
-    w13_zeros: Tensor | None = None,
-    w2_zeros: Tensor | None = None,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     *,
     group: int,
-    activation: str = "silu",
     **_: object,
 ) -> Refusal | None:
     return (
-        unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation)
-        or unlike(FLOATS, x=x)
+        unlike(FLOATS, x=x)
         or unlike(FLOATS, w13_scale=w13_scale, w2_scale=w2_scale)
         or unlike(FLOATS, b13=b13, b2=b2)
         or other_group(group)
-        or scattered(
-            w13=w13,
-            w2=w2,
-            w13_scale=w13_scale,
-            w2_scale=w2_scale,
-            w13_zeros=w13_zeros,
-            w2_zeros=w2_zeros,
-        )
     )
 
 
@@ -66,7 +51,7 @@ def refuse_moe_experts_w4a16_few(
     "triton",
     tokens=FEW,
     limit=up_to_half,
-    refuses=refuse_moe_experts_w4a16_few,
+    refuses=first_refusal(refuse_more_tokens, unfit, refuse_int4_types, scattered),
     tuned_for=ARCHS,
 )
 def moe_experts_w4a16(
@@ -101,30 +86,21 @@ def moe_experts_w4a16(
     )
 
 
-def refuse_moe_experts_mxfp4_few(
+def refuse_mxfp4_types(
     platform: Platform,
     x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     x_scale: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
-    activation: str = "silu",
     **_: object,
 ) -> Refusal | None:
     return (
-        unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation)
-        or unsupported("the kernel for few tokens", x_scale=x_scale)
+        unsupported("the kernel for few tokens", x_scale=x_scale)
         or unlike(FLOATS, x=x)
         or unlike(FLOATS, b13=b13, b2=b2)
         or wrong_result(FLOATS, out_dtype)
-        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
     )
 
 
@@ -132,7 +108,7 @@ def refuse_moe_experts_mxfp4_few(
     "triton",
     tokens=FEW,
     limit=up_to_all,
-    refuses=refuse_moe_experts_mxfp4_few,
+    refuses=first_refusal(refuse_more_tokens, unfit, refuse_mxfp4_types, scattered),
     tuned_for=ARCHS,
 )
 def moe_experts_mxfp4(

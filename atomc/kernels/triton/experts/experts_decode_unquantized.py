@@ -4,14 +4,15 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import unlike, unsupported
+from atomc.kernels.checks import first_refusal, unlike, unsupported
 from atomc.kernels.triton.experts.experts_decode import (
     FEW,
     Form,
     Gate,
     Stored,
     compute,
-    unfit_call,
+    refuse_more_tokens,
+    unfit,
     up_to_half,
 )
 from atomc.kernels.triton.launch.tile_table import ExpertsFewTile
@@ -33,34 +34,21 @@ def _order(weight: Tensor) -> str | None:
     return "rows" if known_equal(weight.stride(1), 1) else None
 
 
-def refuse_moe_experts_few(
+def refuse_order(platform: Platform, w13: Tensor, **_: object) -> Refusal | None:
+    if _order(w13) == "rows":
+        return Refusal("slower", "the rows of the weights are contiguous, not their columns")
+    return None
+
+
+def unfit_weights(
     platform: Platform,
     x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
     w13: Tensor,
     w2: Tensor,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
     weight_on_input: bool = False,
     **_: object,
-) -> Refusal | None:
-    if _order(w13) == "rows":
-        return Refusal("slower", "the rows of the weights are contiguous, not their columns")
-    return unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation) or unfit_weights(
-        x, w13, w2, b13, b2, weight_on_input
-    )
-
-
-def unfit_weights(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    weight_on_input: bool,
 ) -> Refusal | None:
     if _order(w13) is None or _order(w13) != _order(w2):
         return Refusal("layout", "neither the rows nor the columns of both weights are contiguous")
@@ -73,7 +61,7 @@ def unfit_weights(
     "triton",
     tokens=FEW,
     limit=up_to_half,
-    refuses=refuse_moe_experts_few,
+    refuses=first_refusal(refuse_order, refuse_more_tokens, unfit, unfit_weights),
     tuned_for=EXPERTS_FEW.archs,
 )
 def moe_experts(
@@ -92,7 +80,7 @@ def moe_experts(
     weight_on_input: bool = False,
 ) -> Tensor:
     gate = Gate(activation, interleaved, alpha, limit)
-    up, down = Stored(w13, None, None, b13), Stored(w2, None, None, b2)
+    up, down = Stored(w13, bias=b13), Stored(w2, bias=b2)
     return compute_tiled(len(x), x, ids, weights, up, down, gate)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import strided, unlike
+from atomc.kernels.checks import first_refusal, unlike
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import grouped_product
@@ -67,25 +67,13 @@ def sum_of_experts(
     return weighted_sum(products, ids, weights, experts)
 
 
-def refuse_moe_experts(
-    platform: Platform,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    **_: object,
+def refuse_types(
+    platform: Platform, x: Tensor, w13: Tensor, w2: Tensor, **_: object
 ) -> Refusal | None:
-    return (
-        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
-        or unlike(FLOATS, x=x, w13=w13, w2=w2)
-        or strided(x=x)
-        or unreadable(w13=w13, w2=w2)
-    )
+    return unlike(FLOATS, x=x, w13=w13, w2=w2)
+
+
+refuse_moe_experts = first_refusal(unfit, refuse_types, unreadable)
 
 
 @ops.moe_experts.kernel("triton", refuses=refuse_moe_experts, tuned_for=MOE_EXPERTS.archs)

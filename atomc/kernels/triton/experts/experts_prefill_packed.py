@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import strided, unlike, wrong_result
+from atomc.kernels.checks import first_refusal, unlike, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
 from atomc.kernels.triton.experts.expert_sort import Routing, sort_by_expert
 from atomc.kernels.triton.experts.experts_prefill import tile_for
@@ -201,35 +201,18 @@ def _sum_of_experts(
     return weighted_sum(products, ids, weights, experts)
 
 
-def refuse_moe_experts_w4a16(
-    platform: Platform,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    w13_zeros: Tensor | None = None,
-    w2_zeros: Tensor | None = None,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    group: int,
-    activation: str = "silu",
-    **_: object,
+def refuse_int4_types(
+    platform: Platform, x: Tensor, w13_scale: Tensor, w2_scale: Tensor, *, group: int, **_: object
 ) -> Refusal | None:
     return (
-        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
-        or unlike(FLOATS, x=x)
+        unlike(FLOATS, x=x)
         or unlike(FLOATS, w13_scale=w13_scale)
         or unlike(FLOATS, w2_scale=w2_scale)
         or other_group(group)
-        or strided(x=x)
-        or unreadable(w13=w13, w2=w2)
-        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
-        or scattered(w13_zeros=w13_zeros, w2_zeros=w2_zeros)
     )
+
+
+refuse_moe_experts_w4a16 = first_refusal(unfit, refuse_int4_types, unreadable, scattered)
 
 
 @ops.moe_experts_w4a16.kernel(
@@ -266,32 +249,15 @@ def moe_experts_w4a16(
     )
 
 
-def refuse_moe_experts_mxfp4(
-    platform: Platform,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    activation: str = "silu",
-    **_: object,
+def refuse_mxfp4_types(
+    platform: Platform, x: Tensor, *, out_dtype: torch.dtype, **_: object
 ) -> Refusal | None:
     # Not float16, which cannot represent all scales.
     taken = (torch.bfloat16, torch.float32)
-    return (
-        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
-        or unlike(taken, x=x)
-        or wrong_result(taken, out_dtype)
-        or strided(x=x)
-        or unreadable(w13=w13, w2=w2)
-        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
-    )
+    return unlike(taken, x=x) or wrong_result(taken, out_dtype)
+
+
+refuse_moe_experts_mxfp4 = first_refusal(unfit, refuse_mxfp4_types, unreadable, scattered)
 
 
 @ops.moe_experts_mxfp4.kernel(

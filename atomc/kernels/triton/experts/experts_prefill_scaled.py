@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import no_fp8_products, strided, unlike, wrong_result
+from atomc.kernels.checks import (
+    first_refusal,
+    no_fp8_products,
+    strided,
+    unlike,
+    wrong_result,
+)
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
 from atomc.kernels.triton.experts.experts_prefill import sum_of_experts
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_8_BITS
@@ -24,39 +30,32 @@ from atomc.platform import Platform
 BLOCK = 128
 
 
-def refuse_moe_experts_fp8(
+def refuse_types(
     platform: Platform,
     x: Tensor,
-    x_scale: Tensor,
-    ids: Tensor,
-    weights: Tensor,
     w13: Tensor,
-    w13_scale: Tensor,
     w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
-    block: int = 0,
-    activation: str = "silu",
     **_: object,
 ) -> Refusal | None:
     """Refuse operands that are not all fp8, or all int8, with rows that are contiguous."""
     return (
-        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
-        or unlike((torch.float8_e4m3fn, torch.int8), x=x, w13=w13, w2=w2)
+        unlike((torch.float8_e4m3fn, torch.int8), x=x, w13=w13, w2=w2)
         or no_fp8_products(platform, x.dtype)
         # Sums of fp8 products are too inexact for fp32 results.
         or wrong_result(HALVES if x.dtype == torch.float8_e4m3fn else FLOATS, out_dtype)
         or strided(x=x, w13=w13, w2=w2)
-        or unreadable(w13=w13, w2=w2)
-        or (
-            Refusal("shape", f"blocks of {block}: written for {BLOCK}")
-            if block not in (0, BLOCK)
-            else None
-        )
     )
+
+
+def refuse_block(platform: Platform, block: int = 0, **_: object) -> Refusal | None:
+    if block in (0, BLOCK):
+        return None
+    return Refusal("shape", f"blocks of {block}: written for {BLOCK}")
+
+
+refuse_moe_experts_fp8 = first_refusal(unfit, refuse_types, unreadable, refuse_block)
 
 
 @ops.moe_experts_fp8.kernel(

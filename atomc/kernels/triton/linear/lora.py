@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import unlike
+from atomc.kernels.checks import gapped, unlike
 from atomc.kernels.triton.launch.launch import begin, not_nvidia, overlap, unfit
 from atomc.kernels.triton.launch.tiles import LORA_FEW
 from atomc.kernels.triton.linear import lora_few
@@ -141,13 +140,7 @@ def refuse_lora_linear(
         return Refusal("shape", f"{len(widths)} merged layers: written for up to {MAX_PARTS}")
     if a.shape[1] > MAX_THIN:
         return Refusal("shape", f"A has {a.shape[1]} rows: written for up to {MAX_THIN}")
-    for name, weight in (("a", a), ("b", b)):
-        _, size, width = weight.shape
-        if not (
-            known_equal(weight.stride(1), width) and known_equal(weight.stride(0), size * width)
-        ):
-            return Refusal("layout", f"{name} is not contiguous")
-    return None
+    return gapped(a=a, b=b)
 
 
 def ends(widths: list[int], outputs: int) -> list[int]:

@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import no_bf16_products, too_wide, unlike
+from atomc.kernels.checks import gapped, no_bf16_products, too_wide, unlike
 from atomc.kernels.triton.launch.launch import begin, overlap, unfit
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
@@ -220,24 +219,13 @@ def refuse_ssm_scan_update(
         or unlike((torch.float32,), recurrent_state=recurrent_state)
         or unlike((torch.int32,), query_start=query_start, seq_lens=seq_lens)
         or too_wide(b.shape[-1], MAX_STATE, "states")
-        or _scattered(
+        or gapped(
             recurrent_state=recurrent_state,
             query_start=query_start,
             seq_lens=seq_lens,
             state_slots=state_slots,
         )
     )
-
-
-def _scattered(**tensors: Tensor) -> Refusal | None:
-    """Refuse tensors that are not contiguous."""
-    for name, tensor in tensors.items():
-        stride: int | torch.SymInt = 1
-        for size, own in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-            if not known_equal(own, stride):
-                return Refusal("layout", f"{name} is not contiguous")
-            stride = stride * size
-    return None
 
 
 @ops.ssm_scan_update.kernel("triton", refuses=refuse_ssm_scan_update)
