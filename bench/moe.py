@@ -50,8 +50,8 @@ class Model(NamedTuple):
     bias: bool = False
 
 
-SILU = {"activation": "silu"}
-OAI = {"activation": "swiglu_oai", "interleaved": True, "limit": 7.0}
+SILU = {"activation": "silu", "interleaved": False, "alpha": 1.702, "limit": None}
+OAI = {"activation": "swiglu_oai", "interleaved": True, "alpha": 1.702, "limit": 7.0}
 MODELS = {
     "qwen3-30b": Model(128, 8, 2048, 768, SILU),
     "gpt-oss-20b": Model(32, 4, 2880, 2880, OAI, bias=True),
@@ -215,7 +215,7 @@ def grouped_tiles(per_expert: int) -> "Iterator[GroupedTile]":
                             "num_warps": warps,
                             "num_stages": stages,
                         }
-                        yield GroupedTile(block, launch, launch)
+                        yield GroupedTile(block, launch)
 
 
 # Rows of the weight that a program takes, and its warps.
@@ -260,13 +260,13 @@ def packed_launches(
     sort = partial(PairsOfExperts, given["ids"], model.experts, tile)
     of = {"int4": "group" in given, "group": given.get("group", 32), "out_dtype": torch.bfloat16}
     parts: dict[str, Callable[[], Any]] = {"sort": sort}
-    for part, x, name, more in (
+    for part, x, name, gate in (
         ("up", "x", "w13", model.gate),
-        ("down", "act", "w2", {}),
+        ("down", "act", "w2", None),
     ):
         weights = *given[name], *given[f"{name}_scale"], None
         bias = given.get("b13" if part == "up" else "b2")
-        parts[part] = partial(sort().multiply, given[x], *weights, bias, **of, **more)
+        parts[part] = partial(sort().multiply, given[x], *weights, bias, **of, gate=gate)
     parts["sum"] = partial(
         weighted_sum, given["products"], given["ids"], given["weights"], model.experts
     )
@@ -293,11 +293,10 @@ def launches(model: Model, given: Arguments, tile: Any) -> dict[str, Callable[[]
         pairs=pairs,
         out_dtype=torch.bfloat16,
         square=given.get("block", 0),
+        tile=tile.launch,
     )
-    up = partial(
-        product, given["x"], given.get("x_scale"), w13, w13_scale, b13, tile=tile.up, **model.gate
-    )
-    down = partial(product, given["act"], given.get("act_scale"), w2, w2_scale, b2, tile=tile.down)
+    up = partial(product, given["x"], given.get("x_scale"), w13, w13_scale, b13, gate=model.gate)
+    down = partial(product, given["act"], given.get("act_scale"), w2, w2_scale, b2)
     add = partial(weighted_sum, given["products"], ids, given["weights"], model.experts)
     return dict(zip(PARTS, (sort, up, down, add), strict=True))
 
@@ -320,7 +319,7 @@ def apart(
     """The launches for many tokens, each by itself, with each of the tiles."""
     shared = between(of, model, len(sets[0]["x"]))
     for tile in tiles:
-        numbers = (tile.block, *tile.up.values()) if hasattr(tile, "up") else tile
+        numbers = (tile.block, *tile.launch.values()) if of.tiles != WORDS else tile
         label = ",".join(map(str, numbers))
         each = [launches(model, given | shared, tile) for given in sets]
         for part in PARTS:

@@ -11,12 +11,24 @@ from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
-from atomc.kernels.triton.experts.grouped import pairs_of, store_pairs, tile_of, weight_rows
+from atomc.kernels.triton.experts.grouped import (
+    Codes,
+    launch_pairs,
+    pairs_of,
+    store_pairs,
+    tile_of,
+    weight_rows,
+)
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
-from atomc.kernels.triton.launch.launch import TRITON_DTYPE, let_next_start, overlap, wait_for_last
+from atomc.kernels.triton.launch.launch import let_next_start, wait_for_last
 from atomc.kernels.triton.launch.tile_table import FragmentTile
 from atomc.kernels.triton.launch.tiles import EXPERTS_FRAGMENTS
-from atomc.kernels.triton.w4a16.fragment_products import add_e2m1, add_int4, packed_words
+from atomc.kernels.triton.w4a16.fragment_products import (
+    add_e2m1,
+    add_int4,
+    number_types,
+    packed_operands,
+)
 from atomc.kernels.triton.w4a16.fragments import (
     E2M1_UNIT,
     STRIP,
@@ -247,70 +259,45 @@ class PairsOfExperts:
         int4: bool,
         group: int,
         out_dtype: torch.dtype,
-        activation: str | None = None,
-        interleaved: bool = False,
-        alpha: float = 1.702,
-        limit: float | None = None,
+        gate: Gate | None = None,
     ) -> Tensor:
-        """x @ values.T + bias of the expert of each pair, [P, N] in out_dtype, or gated, [P, N/2],
-        if there is an activation. x [P, K], or [T, K] with a row per token; bias [E, N].
-
-        words  of int4 codes with packed scales and zeros, or of e2m1 codes with raised exponents,
-               as fragments.py has them
+        """launch_pairs for words of int4 codes with packed scales and zeros, or of e2m1 codes with
+        raised exponents, as fragments.py has them.
         """
-        rows = words.shape[1] * words.shape[3]
-        n = rows if activation is None else rows // 2
-        out = x.new_empty((self.pairs, n), dtype=out_dtype)
-        if self.pairs:
-            blocks = len(self.routing.expert)
-            sixteen = TRITON_DTYPE[x.dtype if int4 else torch.bfloat16]
-            _product[(blocks * triton.cdiv(rows, self.tile.weight_rows),)](
-                x,
-                words,
-                packed_words(scale),
-                None if zeros is None else packed_words(zeros),
-                bias,
-                out,
-                self.routing.order,
-                self.routing.expert,
-                self.pairs,
-                blocks,
-                self.pairs // len(x),
-                x.stride(0),
-                0 if bias is None else bias.stride(0),
-                alpha,
-                limit,
-                E=self.num_experts,
-                N=n,
-                K=x.shape[1],
-                GROUP=group,
-                INT4=int4,
-                SIXTEEN=sixteen,
-                # The interpreter does not multiply bf16.
-                NUMBER=tl.float32 if triton.knobs.runtime.interpret else sixteen,
-                ACTIVATION=activation,
-                INTERLEAVED=interleaved,
-                **self.tile.launch(),
-                **overlap(x.device),
-            )
-        return out
+        return launch_pairs(
+            _product,
+            x,
+            packed_operands(words, scale, zeros),
+            bias,
+            self.routing,
+            self.pairs,
+            words.shape[1] * words.shape[3],
+            self.tile.launch(),
+            out_dtype,
+            gate,
+            E=self.num_experts,
+            K=x.shape[1],
+            GROUP=group,
+            INT4=int4,
+            **number_types(x.dtype if int4 else torch.bfloat16),
+        )
 
 
 def _both_products(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    up: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    down: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    up: Codes,
+    down: Codes,
     gate: Gate,
     *,
     int4: bool,
     group: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The weighted sums of the experts, [T, H]. up, down: words, scales, zeros and bias."""
+    """The weighted sums of the experts, [T, H]."""
     experts = PairsOfExperts(ids, len(up[0]))
-    act = experts.multiply(x, *up, int4=int4, group=group, out_dtype=out_dtype, **gate)
+    act = experts.multiply(x, *up, int4=int4, group=group, out_dtype=out_dtype, gate=gate)
     products = experts.multiply(act, *down, int4=int4, group=group, out_dtype=out_dtype)
     return weighted_sum(products, ids, weights, experts.num_experts)
 

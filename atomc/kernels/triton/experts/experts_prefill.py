@@ -22,7 +22,7 @@ from atomc.platform import Platform
 
 # On CUDA cores; operands are twice as large.
 _FP32 = dict(BLOCK_N=64, BLOCK_K=32, TALL=1, num_warps=4, num_stages=2)
-FP32_TILE = GroupedTile(16, _FP32, _FP32)
+FP32_TILE = GroupedTile(16, _FP32)
 
 
 def tile_for(
@@ -57,13 +57,9 @@ def sum_of_experts(
     experts, pairs = len(up[0]), ids.numel()
     tile = tile_for(table, x.dtype, ids, experts)
     routing = expert_blocks(ids, experts, tile.block)
-    act = grouped_product(
-        x, x_scale, *up, routing, tile.up, pairs, out_dtype, square=square, **gate
-    )
-    codes, scale = quantize(act)
-    products = grouped_product(
-        codes, scale, *down, routing, tile.down, pairs, out_dtype, square=square
-    )
+    of_pairs = routing, tile.launch, pairs, out_dtype, square
+    codes, scale = quantize(grouped_product(x, x_scale, *up, *of_pairs, gate))
+    products = grouped_product(codes, scale, *down, *of_pairs)
     return weighted_sum(products, ids, weights, experts)
 
 

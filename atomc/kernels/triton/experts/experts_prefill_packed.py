@@ -14,9 +14,15 @@ from atomc.kernels.checks import first_refusal, unlike, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
 from atomc.kernels.triton.experts.expert_sort import Routing, sort_by_expert
 from atomc.kernels.triton.experts.experts_prefill import tile_for
-from atomc.kernels.triton.experts.grouped import store_pairs, tile_of, weight_rows
+from atomc.kernels.triton.experts.grouped import (
+    Codes,
+    launch_pairs,
+    store_pairs,
+    tile_of,
+    weight_rows,
+)
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
-from atomc.kernels.triton.launch.launch import let_next_start, overlap, wait_for_last
+from atomc.kernels.triton.launch.launch import let_next_start, wait_for_last
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_4_BITS
 from atomc.kernels.triton.w4a16.unpacking import (
@@ -131,62 +137,36 @@ def multiply(
     group: int,
     pairs: int,
     out_dtype: torch.dtype,
-    activation: str | None = None,
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    gate: Gate | None = None,
 ) -> Tensor:
-    """x @ values.T + bias of the expert of each pair, [P, N] in out_dtype, or gated, [P, N/2], if
-    there is an activation. x [P, K], or [T, K] with a row per token; bias [E, N].
-
-    words  int32 [E, N, K/8] with scales and zeros [E, N, K/group]; of int4 if scales are floats
+    """launch_pairs for words int32 [E, N, K/8] with scales and zeros [E, N, K/group]; of int4 if
+    scales are floats.
     """
     rows, k = words.shape[1], words.shape[2] * 8
-    n = rows if activation is None else rows // 2
-    out = x.new_empty((pairs, n), dtype=out_dtype)
-    if pairs:
-        blocks = len(routing.expert)
-        int4 = scale.dtype != torch.uint8
-        cut = {**tile, "BLOCK_K": min(tile["BLOCK_K"], group)} if int4 else tile
-        _product[(blocks * triton.cdiv(rows, tile["BLOCK_N"]),)](
-            x,
-            words,
-            scale,
-            zeros,
-            bias,
-            out,
-            routing.order,
-            routing.expert,
-            pairs,
-            blocks,
-            pairs // len(x),
-            x.stride(0),
-            0 if bias is None else bias.stride(0),
-            alpha,
-            limit,
-            N=n,
-            K=k,
-            GROUP=group,
-            INT4=int4,
-            ACTIVATION=activation,
-            INTERLEAVED=interleaved,
-            BLOCK_M=routing.block,
-            **cut,
-            **overlap(x.device),
-        )
-    return out
-
-
-# Words, scales, zeros and bias of a weight.
-Stored = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    int4 = scale.dtype != torch.uint8
+    return launch_pairs(
+        _product,
+        x,
+        (words, scale, zeros),
+        bias,
+        routing,
+        pairs,
+        rows,
+        {**tile, "BLOCK_K": min(tile["BLOCK_K"], group)} if int4 else tile,
+        out_dtype,
+        gate,
+        K=k,
+        GROUP=group,
+        INT4=int4,
+    )
 
 
 def _sum_of_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    up: Stored,
-    down: Stored,
+    up: Codes,
+    down: Codes,
     gate: Gate,
     *,
     group: int,
@@ -196,8 +176,8 @@ def _sum_of_experts(
     experts, pairs = len(up[0]), ids.numel()
     tile = tile_for(MOE_EXPERTS_4_BITS, x.dtype, ids, experts)
     routing = sort_by_expert(ids, experts, tile.block)
-    act = multiply(x, *up, routing, tile.up, group, pairs, out_dtype, **gate)
-    products = multiply(act, *down, routing, tile.down, group, pairs, out_dtype)
+    of_pairs = routing, tile.launch, group, pairs, out_dtype
+    products = multiply(multiply(x, *up, *of_pairs, gate), *down, *of_pairs)
     return weighted_sum(products, ids, weights, experts)
 
 

@@ -8,6 +8,8 @@ the device, and nothing adds atomically: results do not vary from run to run, an
 capture it.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ from atomc.kernels.triton.experts.expert_gate import activated
 from atomc.kernels.triton.experts.expert_sort import Routing
 from atomc.kernels.triton.launch.launch import let_next_start, overlap, wait_for_last
 from atomc.kernels.triton.launch.tile_table import Launch
+from atomc.ops.experts import Gate
 
 
 @triton.jit
@@ -247,15 +250,21 @@ def _product(
         )
 
 
-def _squares(square: int, block: int, n: int, gated: bool, interleaved: bool, paired: bool) -> int:
+# 4-bit codes of a weight, their scales and zeros, and the bias.
+Codes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _squares(
+    square: int, block: int, rows: int, gated: bool, interleaved: bool, paired: bool
+) -> int:
     """In how many squares the rows of the weight in a tile of `block` are: 1; 2 if gate and up are
-    in one each; 0: in any number, or there are no squares. n: columns of the result.
+    in one each; 0: in any number, or there are no squares.
     """
     if not square:
         return 0
     if interleaved or not gated:
         return 1 if square % block == 0 else 0
-    return 2 if paired and n % square == 0 and 2 * square % block == 0 else 0
+    return 2 if paired and rows // 2 % square == 0 and 2 * square % block == 0 else 0
 
 
 def _scale_steps(x_scale: Tensor | None, weight_scale: Tensor | None, square: int) -> list[int]:
@@ -270,22 +279,56 @@ def _scale_steps(x_scale: Tensor | None, weight_scale: Tensor | None, square: in
     return [x_scale.stride(0) if x_scale.dim() > 1 else 0, 0, weight_scale.stride(0), by_row, 0]
 
 
-def _constants(
-    weight: Tensor, n: int, block: int, square: int, activation: str | None, interleaved: bool
-) -> dict[str, int | bool | str | None]:
-    """What a product is compiled for. n: columns of the result; block: rows of weight in a tile."""
-    # Where neighbouring rows of the weight are neighbours in memory, they stay together.
-    paired = interleaved or weight.stride(2) == 1
-    return dict(
-        E=len(weight),
-        N=n,
-        K=weight.shape[2],
-        ACTIVATION=activation,
-        INTERLEAVED=interleaved,
-        PAIRED=paired,
-        SQUARE=square,
-        SQUARES=_squares(square, block, n, activation is not None, interleaved, paired),
-    )
+def launch_pairs(
+    kernel: triton.JITFunction,
+    x: Tensor,
+    weight: Sequence[Tensor | None],
+    bias: Tensor | None,
+    routing: Routing,
+    pairs: int,
+    rows: int,
+    tile: Launch,
+    out_dtype: torch.dtype,
+    gate: Gate | None,
+    strides: Sequence[int] = (),
+    **constants: object,
+) -> Tensor:
+    """x @ weight.T + bias of the expert of each pair, [P, rows] in out_dtype, or
+    atomc.ops.experts.gated of them, [P, rows/2]; rows of pairs that are not in the routing are not
+    written.
+
+    x, bias  [T, K], or [P, K] with a row per pair, contiguous rows; [E, rows], likewise
+    weight   the kernel's arguments between x and the bias
+    strides  its arguments behind the stride of x
+    tile     BLOCK_N (rows of weight, of gate and up together) and others of the kernel
+    """
+    n = rows if gate is None else rows // 2
+    out = x.new_empty((pairs, n), dtype=out_dtype)
+    if pairs:
+        blocks = len(routing.expert)
+        kernel[(blocks * triton.cdiv(rows, tile["BLOCK_N"]),)](
+            x,
+            *weight,
+            bias,
+            out,
+            routing.order,
+            routing.expert,
+            pairs,
+            blocks,
+            pairs // len(x),
+            x.stride(0),
+            *strides,
+            0 if bias is None else bias.stride(0),
+            *((0.0, None) if gate is None else (gate["alpha"], gate["limit"])),
+            N=n,
+            ACTIVATION=None if gate is None else gate["activation"],
+            INTERLEAVED=gate is not None and gate["interleaved"],
+            BLOCK_M=routing.block,
+            **constants,
+            **tile,
+            **overlap(x.device),
+        )
+    return out
 
 
 def grouped_product(
@@ -299,53 +342,36 @@ def grouped_product(
     pairs: int,
     out_dtype: torch.dtype,
     square: int = 0,
-    activation: str | None = None,
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    gate: Gate | None = None,
 ) -> Tensor:
-    """The products of the rows of P pairs with their experts, [P, N] in out_dtype, or
-    atomc.ops.experts.gated of them, [P, N/2]; rows of pairs that are not in the routing are not
-    written.
+    """launch_pairs for numbers, or for codes of 8 bits with scales.
 
-    x        [T, K], or [P, K] with a row per pair; its last dimension is contiguous
-    weight   [E, N, K] of the same dtype, of any strides with one of 1 in the last two dimensions;
-             bias [E, N], contiguous rows
+    weight   [E, N, K] of the dtype of x, of any strides with one of 1 in the last two dimensions
     scales   of x and weight in fp8 or int8, fp32: [1] or one per row of x, and [E, 1, 1] or
              [E, N, 1]; or, by squares, [.., ceil(K / square)] and [E, ceil(N / square),
              ceil(K / square)]
-    tile     BLOCK_N (rows of weight, of gate and up together), BLOCK_K, TALL and launch options;
-             square is 0 or a multiple of BLOCK_K
+    tile     BLOCK_N, BLOCK_K, TALL and launch options; square is 0 or a multiple of BLOCK_K
     """
-    rows = weight.shape[1]
-    n = rows if activation is None else rows // 2
-    out = x.new_empty((pairs, n), dtype=out_dtype)
-    if pairs:
-        blocks = len(routing.expert)
-        x_row, x_group, *of_weight = _scale_steps(x_scale, weight_scale, square)
-        _product[(blocks * triton.cdiv(rows, tile["BLOCK_N"]),)](
-            x,
-            x_scale,
-            weight,
-            weight_scale,
-            bias,
-            out,
-            routing.order,
-            routing.expert,
-            pairs,
-            blocks,
-            pairs // len(x),
-            x.stride(0),
-            x_row,
-            x_group,
-            *weight.stride(),
-            *of_weight,
-            0 if bias is None else bias.stride(0),
-            alpha,
-            limit,
-            BLOCK_M=routing.block,
-            **_constants(weight, n, tile["BLOCK_N"], square, activation, interleaved),
-            **tile,
-            **overlap(x.device),
-        )
-    return out
+    experts, rows, columns = weight.shape
+    interleaved = gate is not None and gate["interleaved"]
+    # Where neighbouring rows of the weight are neighbours in memory, they stay together.
+    paired = interleaved or weight.stride(2) == 1
+    x_row, x_group, *of_weight = _scale_steps(x_scale, weight_scale, square)
+    return launch_pairs(
+        _product,
+        x,
+        (x_scale, weight, weight_scale),
+        bias,
+        routing,
+        pairs,
+        rows,
+        tile,
+        out_dtype,
+        gate,
+        (x_row, x_group, *weight.stride(), *of_weight),
+        E=experts,
+        K=columns,
+        PAIRED=paired,
+        SQUARE=square,
+        SQUARES=_squares(square, tile["BLOCK_N"], rows, gate is not None, interleaved, paired),
+    )

@@ -98,13 +98,10 @@ class StripTile(NamedTuple):
 
 
 class GroupedTile(NamedTuple):
-    """Of experts: pairs of a token and an expert in a block, and how the products of gate and up,
-    and of down, are launched.
-    """
+    """Of experts: pairs of a token and an expert in a block, and how the products are launched."""
 
     block: int
-    up: Launch
-    down: Launch
+    launch: Launch
 
 
 class FragmentTile(NamedTuple):
@@ -120,7 +117,6 @@ class FragmentTile(NamedTuple):
 
     def launch(self) -> Launch:
         return dict(
-            BLOCK_M=self.block,
             BLOCK_N=self.weight_rows,
             TALL=self.tall,
             num_warps=self.warps,

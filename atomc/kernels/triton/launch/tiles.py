@@ -176,14 +176,16 @@ LORA_FEW = TileTable[LoraTile](
 def _grouped(
     block: int, weight_rows: int, columns: int, num_stages: int, num_warps: int = 4, tall: int = 1
 ) -> GroupedTile:
-    launch = {
-        "BLOCK_N": weight_rows,
-        "BLOCK_K": columns,
-        "TALL": tall,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
-    return GroupedTile(block, launch, launch)
+    return GroupedTile(
+        block,
+        {
+            "BLOCK_N": weight_rows,
+            "BLOCK_K": columns,
+            "TALL": tall,
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+        },
+    )
 
 
 # A block is about twice as long as an expert has pairs. Experts of Qwen3-30B, us with 64 rows of

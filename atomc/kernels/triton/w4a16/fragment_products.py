@@ -7,12 +7,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atomc.kernels.triton.launch.launch import TRITON_DTYPE
 from atomc.kernels.triton.w4a16.fragments import doubled, fragments, group_values, minus_zero
 
 
 def packed_words(packed: Tensor) -> Tensor:
     """What packed_groups() made, for _read: integers of 32 bits where they are shorter."""
     return packed.view(-1).view(torch.int32) if packed.itemsize < 4 else packed
+
+
+def packed_operands(
+    words: Tensor, scale: Tensor, zeros: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A weight as kernels take it."""
+    return words, packed_words(scale), None if zeros is None else packed_words(zeros)
+
+
+def number_types(dtype: torch.dtype) -> dict[str, tl.dtype]:
+    """The 16-bit type of values without their scales, and that in which they are multiplied."""
+    sixteen = TRITON_DTYPE[dtype]
+    # The interpreter does not multiply bf16.
+    return {
+        "SIXTEEN": sixteen,
+        "NUMBER": tl.float32 if triton.knobs.runtime.interpret else sixteen,
+    }
 
 
 @triton.jit

@@ -5,8 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc.kernels.triton.launch.launch import TRITON_DTYPE
-from atomc.kernels.triton.w4a16.fragment_products import e2m1_part, int4_part, packed_words
+from atomc.kernels.triton.w4a16.fragment_products import (
+    e2m1_part,
+    int4_part,
+    number_types,
+    packed_operands,
+)
 from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, strip_offset
 
 
@@ -61,18 +65,14 @@ def unpacked(
     """
     n = len(words) * STRIP.value
     out = words.new_empty((n, columns), dtype=dtype)
-    sixteen = TRITON_DTYPE[dtype]
     _unpack[(triton.cdiv(n, 64), triton.cdiv(columns, 128))](
-        words,
-        packed_words(scale),
-        None if zeros is None else packed_words(zeros),
+        *packed_operands(words, scale, zeros),
         out,
         n,
         K=columns,
         GROUP=group,
         INT4=int4,
-        SIXTEEN=sixteen,
-        NUMBER=tl.float32 if triton.knobs.runtime.interpret else sixteen,
+        **number_types(dtype),
         BLOCK_N=64,
         num_warps=4,
     )

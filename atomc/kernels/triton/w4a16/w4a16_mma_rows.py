@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.kernels.triton.launch.launch import (
-    TRITON_DTYPE,
     let_next_start,
     num_rows,
     overlap,
@@ -18,7 +17,12 @@ from atomc.kernels.triton.launch.launch import (
 )
 from atomc.kernels.triton.launch.tile_table import StripTile
 from atomc.kernels.triton.launch.tiles import LINEAR_4_BITS
-from atomc.kernels.triton.w4a16.fragment_products import add_e2m1, add_int4, packed_words
+from atomc.kernels.triton.w4a16.fragment_products import (
+    add_e2m1,
+    add_int4,
+    number_types,
+    packed_operands,
+)
 from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, strip_offset
 
 
@@ -137,12 +141,9 @@ def multiply(
         tile = tile or LINEAR_4_BITS.choose(x.device, rows)
         splits = tile.splits(n, k)
         sums = out if splits == 1 else out.new_empty((splits, rows, n), dtype=torch.float32)
-        sixteen = TRITON_DTYPE[x.dtype]
         _rows[(triton.cdiv(rows, tile.rows), triton.cdiv(n, tile.weight_rows), splits)](
             x.reshape(rows, k).contiguous(),
-            words,
-            packed_words(scale),
-            None if zeros is None else packed_words(zeros),
+            *packed_operands(words, scale, zeros),
             bias if splits == 1 else None,
             sums,
             rows,
@@ -150,9 +151,7 @@ def multiply(
             K=k,
             GROUP=group,
             INT4=int4,
-            SIXTEEN=sixteen,
-            # The interpreter does not multiply bf16.
-            NUMBER=tl.float32 if triton.knobs.runtime.interpret else sixteen,
+            **number_types(x.dtype),
             BLOCK_M=tile.rows,
             BLOCK_N=tile.weight_rows,
             SPLITS=splits,
