@@ -32,7 +32,7 @@ from atomc import kernels
 from atomc.ops.op import Kernel
 
 if TYPE_CHECKING:
-    from atomc.kernels.triton.launch.tile_table import ExpertsFewTile, FragmentTile, GroupedTile
+    from atomc.kernels.triton.launch.tile_table import ExpertsFewTile, FragmentTile, Launch
 
 TOKENS = (1, 2, 4, 8, 16, 17, 64, 256, 1024, 4096, 16384)
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -195,10 +195,8 @@ def worth_a_try(block: int, per_expert: int) -> bool:
     return per_expert / 2 <= block <= max(16, 4 * per_expert) or block == 128 < per_expert
 
 
-def grouped_tiles(per_expert: int) -> "Iterator[GroupedTile]":
+def grouped_tiles(per_expert: int) -> "Iterator[Launch]":
     """The tiles worth a try of the kernels for many tokens."""
-    from atomc.kernels.triton.launch.tile_table import GroupedTile
-
     for block in (16, 32, 64, 128):
         if not worth_a_try(block, per_expert):
             continue
@@ -208,14 +206,14 @@ def grouped_tiles(per_expert: int) -> "Iterator[GroupedTile]":
                     for stages in (3, 4, 5):
                         if block * weight_rows // warps > 4096:
                             continue  # more sums than registers
-                        launch = {
+                        yield {
+                            "BLOCK_M": block,
                             "BLOCK_N": weight_rows,
                             "BLOCK_K": columns,
                             "TALL": 8 if block == 128 else 1,
                             "num_warps": warps,
                             "num_stages": stages,
                         }
-                        yield GroupedTile(block, launch)
 
 
 # Rows of the weight that a program takes, and its warps.
@@ -282,7 +280,7 @@ def launches(model: Model, given: Arguments, tile: Any) -> dict[str, Callable[[]
     if isinstance(given["w13"], tuple):
         return packed_launches(model, given, tile)
     ids = given["ids"]
-    sort = partial(expert_blocks, ids, model.experts, tile.block)
+    sort = partial(expert_blocks, ids, model.experts, tile["BLOCK_M"])
     routing, pairs = sort(), ids.numel()
     w13, w2, w13_scale, w2_scale, b13, b2 = map(
         given.get, ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
@@ -293,7 +291,7 @@ def launches(model: Model, given: Arguments, tile: Any) -> dict[str, Callable[[]
         pairs=pairs,
         out_dtype=torch.bfloat16,
         square=given.get("block", 0),
-        tile=tile.launch,
+        tile=tile,
     )
     up = partial(product, given["x"], given.get("x_scale"), w13, w13_scale, b13, gate=model.gate)
     down = partial(product, given["act"], given.get("act_scale"), w2, w2_scale, b2)
@@ -314,19 +312,19 @@ def apart(
     of: Format,
     model: Model,
     sets: list[Arguments],
-    tiles: "Iterable[GroupedTile | FragmentTile]",
+    tiles: "Iterable[Launch | FragmentTile]",
 ) -> Iterator[Call]:
     """The launches for many tokens, each by itself, with each of the tiles."""
     shared = between(of, model, len(sets[0]["x"]))
     for tile in tiles:
-        numbers = (tile.block, *tile.launch.values()) if of.tiles != WORDS else tile
+        numbers = tile if of.tiles == WORDS else tile.values()
         label = ",".join(map(str, numbers))
         each = [launches(model, given | shared, tile) for given in sets]
         for part in PARTS:
             yield Call(part, label, lambda run: run(), [{"run": every[part]} for every in each])
 
 
-def taken_tile(of: Format, model: Model, given: Arguments) -> "GroupedTile | FragmentTile":
+def taken_tile(of: Format, model: Model, given: Arguments) -> "Launch | FragmentTile":
     """The tile of the kernels for many tokens."""
     from atomc.kernels.triton.experts.experts_4_bits import PairsOfExperts
     from atomc.kernels.triton.experts.experts_prefill import tile_for

@@ -23,7 +23,7 @@ from atomc.kernels.checks import no_bf16_products, too_wide, unlike
 from atomc.kernels.triton.attention.attention_tiles import Tiling, fitted_tiling, tiling
 from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
 from atomc.kernels.triton.attention.sequences import tokens_of
-from atomc.kernels.triton.launch.launch import overlap, unfit
+from atomc.kernels.triton.launch.launch import dot_size, overlap, unfit
 from atomc.kernels.triton.launch.tiles import PAGED_DECODE
 from atomc.kernels.triton.rows.kv_write import (
     byte_view,
@@ -452,7 +452,7 @@ def launch(
         N=num_heads,
         GROUP=group,
         BLOCK_SIZE=block_size,
-        OFFSET=tl.int32 if max(map(reach, (k_cache, k_rest, v_cache))) < 2**31 else tl.int64,
+        OFFSET=offset_type(k_cache, k_rest, v_cache),
         WINDOW=window,
         SOFTCAP=softcap != 0.0,
         SINKS=sinks is not None,
@@ -463,6 +463,51 @@ def launch(
         **_tile_arguments(cut, width, k_rest.shape[-1], v_cache.shape[-1]),
         **overlap(q.device),
     )
+
+
+def launch_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    query_start: Tensor,
+    scale: float,
+    cut: Tiling,
+    *,
+    causal: bool,
+    k_rest: Tensor | None = None,
+) -> None:
+    """`launch` over the keys and values [T, K, ...] of the rows of q, for sequences without others;
+    cut has one split.
+    """
+    launch(
+        q,
+        _one_block_cache(k),
+        _one_block_cache(v),
+        out,
+        lse,
+        query_start,
+        query_start.diff(),
+        query_start[:-1, None],
+        None,
+        scale,
+        0,
+        0.0,
+        cut,
+        None,
+        None,
+        block_size=None,
+        causal=causal,
+        k_rest=None if k_rest is None else _one_block_cache(k_rest),
+    )
+
+
+def _one_block_cache(x: Tensor) -> Tensor:
+    """A cache whose block of a sequence starts at its first row of x, and has room for any number
+    of tokens.
+    """
+    return x.as_strided((x.shape[0], 1, *x.shape[1:]), (x.stride(0), *x.stride()))
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:
@@ -477,9 +522,9 @@ def _tile_arguments(cut: Tiling, width: int, rest: int, value_width: int) -> dic
         D=width - rest,
         REST=rest,
         DV=value_width,
-        BLOCK_D=max(16, triton.next_power_of_2(width - rest)),
-        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
-        BLOCK_DV=max(16, triton.next_power_of_2(value_width)),
+        BLOCK_D=dot_size(width - rest),
+        BLOCK_REST=dot_size(rest),
+        BLOCK_DV=dot_size(value_width),
         BLOCK_M=cut.rows,
         BLOCK_N=cut.keys,
         BY_SEQUENCE=cut.by_sequence,
@@ -494,16 +539,18 @@ def split_width(width: int) -> tuple[int, int]:
     All at once, where two powers of two are not less than the next one.
     """
     half = triton.next_power_of_2(width) // 2
-    if half + max(16, triton.next_power_of_2(width - half)) < 2 * half:
+    if half + dot_size(width - half) < 2 * half:
         return half, width - half
     return width, 0
 
 
-def reach(cache: Tensor) -> int:
-    """The distance from the first to the last element."""
-    return sum(
-        (size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True)
+def offset_type(*caches: Tensor) -> tl.dtype:
+    """The type of the offsets of elements."""
+    distances = (
+        sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        for x in caches
     )
+    return tl.int32 if max(distances) < 2**31 else tl.int64
 
 
 def odd_sequences(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from atomc.kernels.triton.launch.launch import dot_size
 from atomc.kernels.triton.launch.tiles import PAGED_DECODE, PAGED_PREFILL
 from atomc.platform import Platform
 
@@ -44,7 +45,7 @@ def tiling(
     length of a sequence.
     """
     per_sequence = triton.cdiv(num_rows, max(num_sequences, 1)) * group
-    least = max(16, triton.next_power_of_2(group))
+    least = dot_size(group)
     # More rows than sequences may be drafts for all of them, or, in a captured step, a prompt and
     # padding sequences.
     by_sequence = num_rows == num_sequences and group <= 64

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc.kernels.triton.launch.launch import begin, overlap
+from atomc.kernels.triton.launch.launch import begin, dot_size, overlap
 
 # Columns of a program, of few and of more rows, and the numbers of a warp. H200, us with 64 / 128 /
 # 512 columns by one warp: 16 rows of 512 in 32 splits 1.5 / 1.6 / 17.5, 128 in 16 splits 2.0 / 2.3
@@ -67,7 +67,7 @@ def combined(parts: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     out = parts.new_empty((*rows, width), dtype=dtype)
     num_rows, block_splits = lse.numel() // splits, triton.next_power_of_2(splits)
     most = COLUMNS if num_rows <= FEW_ROWS else COLUMNS_OF_MORE
-    columns = min(max(16, triton.next_power_of_2(width)), most)
+    columns = min(dot_size(width), most)
     _combine_splits[(num_rows, triton.cdiv(width, columns))](
         parts,
         lse,

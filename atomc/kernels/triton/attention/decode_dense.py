@@ -18,7 +18,7 @@ from atomc.kernels.checks import no_bf16_products, unlike
 from atomc.kernels.triton.attention.attention import LOG2_E, MAX_WIDTH, score_factors
 from atomc.kernels.triton.attention.attention_tiles import MAX_SPLITS, multiprocessors
 from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
-from atomc.kernels.triton.launch.launch import begin, overlap, unfit
+from atomc.kernels.triton.launch.launch import begin, dot_size, overlap, unfit
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -228,8 +228,8 @@ def attention(
         N=num_heads,
         GROUP=group,
         D=width,
-        BLOCK_D=max(16, triton.next_power_of_2(width)),
-        BLOCK_M=max(16, triton.next_power_of_2(group * num_new)),
+        BLOCK_D=dot_size(width),
+        BLOCK_M=dot_size(group * num_new),
         BLOCK_N=BLOCK_N if width <= 128 else BLOCK_N // 2,
         MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
         CAUSAL=causal,

@@ -34,26 +34,7 @@ def attend(
 ) -> Tensor:
     """varlen_attention with the given tiling."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    k, v = (x.as_strided((x.shape[0], 1, *x.shape[1:]), (x.stride(0), *x.stride())) for x in (k, v))
-    paged.launch(
-        q,
-        k,
-        v,
-        out,
-        None,
-        query_start,
-        query_start.diff(),
-        query_start[:-1, None],
-        None,
-        scale,
-        0,
-        0.0,
-        cut,
-        None,
-        None,
-        block_size=None,
-        causal=False,
-    )
+    paged.launch_packed(q, k, v, out, None, query_start, scale, cut, causal=False)
     return out
 
 

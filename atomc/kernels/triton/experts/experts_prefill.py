@@ -13,7 +13,7 @@ from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import grouped_product
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
-from atomc.kernels.triton.launch.tile_table import GroupedTile, TileTable
+from atomc.kernels.triton.launch.tile_table import Launch, TileTable
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS
 from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
@@ -21,13 +21,10 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # On CUDA cores; operands are twice as large.
-_FP32 = dict(BLOCK_N=64, BLOCK_K=32, TALL=1, num_warps=4, num_stages=2)
-FP32_TILE = GroupedTile(16, _FP32)
+FP32_TILE = dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=32, TALL=1, num_warps=4, num_stages=2)
 
 
-def tile_for(
-    table: TileTable[GroupedTile], dtype: torch.dtype, ids: Tensor, experts: int
-) -> GroupedTile:
+def tile_for(table: TileTable[Launch], dtype: torch.dtype, ids: Tensor, experts: int) -> Launch:
     """The tile for ids [T, k] and rows of x in this dtype."""
     if dtype == torch.float32:
         return FP32_TILE
@@ -39,7 +36,7 @@ Stored = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def sum_of_experts(
-    table: TileTable[GroupedTile],
+    table: TileTable[Launch],
     x: Tensor,
     x_scale: Tensor | None,
     ids: Tensor,
@@ -56,8 +53,8 @@ def sum_of_experts(
     """
     experts, pairs = len(up[0]), ids.numel()
     tile = tile_for(table, x.dtype, ids, experts)
-    routing = expert_blocks(ids, experts, tile.block)
-    of_pairs = routing, tile.launch, pairs, out_dtype, square
+    routing = expert_blocks(ids, experts, tile["BLOCK_M"])
+    of_pairs = routing, tile, pairs, out_dtype, square
     codes, scale = quantize(grouped_product(x, x_scale, *up, *of_pairs, gate))
     products = grouped_product(codes, scale, *down, *of_pairs)
     return weighted_sum(products, ids, weights, experts)

@@ -175,8 +175,8 @@ def _sum_of_experts(
     """The weighted sums of the experts, [T, H]."""
     experts, pairs = len(up[0]), ids.numel()
     tile = tile_for(MOE_EXPERTS_4_BITS, x.dtype, ids, experts)
-    routing = sort_by_expert(ids, experts, tile.block)
-    of_pairs = routing, tile.launch, group, pairs, out_dtype
+    routing = sort_by_expert(ids, experts, tile["BLOCK_M"])
+    of_pairs = routing, tile, group, pairs, out_dtype
     products = multiply(multiply(x, *up, *of_pairs, gate), *down, *of_pairs)
     return weighted_sum(products, ids, weights, experts)
 

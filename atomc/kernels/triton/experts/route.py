@@ -262,13 +262,10 @@ def _logits(
     x: Tensor, weight: Tensor, linear_bias: Tensor | None, logits_dtype: torch.dtype
 ) -> Tensor:
     """x @ weight.T + linear_bias, whose sums are rounded to logits_dtype."""
-    rows = num_rows(x)
     # cuBLAS is as fast as we are, but its logits have the dtype of x.
-    if rows > MAX_ROWS and x.dtype == logits_dtype:
+    if num_rows(x) > MAX_ROWS and x.dtype == logits_dtype:
         return F.linear(x, weight, linear_bias)
-    tile = LINEAR.choose(x.device, rows, *weight.shape)
-    if x.dtype == torch.float32:
-        tile = FP32_TILE
+    tile = FP32_TILE if x.dtype == torch.float32 else None
     return multiply(x, weight, linear_bias, tile, logits_dtype)
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import no_bf16_products, scattered_slots, too_wide, unlike
-from atomc.kernels.triton.attention.attention import odd_sequences, reach
+from atomc.kernels.triton.attention.attention import odd_sequences, offset_type
 from atomc.kernels.triton.attention.attention_tiles import multiprocessors
 from atomc.kernels.triton.latent.mla_chosen import sequence_of_row
-from atomc.kernels.triton.launch.launch import begin, overlap, unfit
+from atomc.kernels.triton.launch.launch import begin, dot_size, overlap, unfit
 from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, codes_of, uncachable
 from atomc.kernels.triton.rows.quant import amax_scale, fp8_codes
 from atomc.ops.formats import FP8
@@ -347,11 +347,11 @@ def index_scores(
         topk,
         J=q.shape[1],
         C=_width(index_cache),
-        BLOCK_J=max(16, triton.next_power_of_2(q.shape[1])),
-        BLOCK_C=max(16, triton.next_power_of_2(_width(index_cache))),
+        BLOCK_J=dot_size(q.shape[1]),
+        BLOCK_C=dot_size(_width(index_cache)),
         BLOCK_N=KEYS,
         BLOCK_SIZE=index_cache.shape[1],
-        OFFSET=tl.int32 if reach(index_cache) < 2**31 else tl.int64,
+        OFFSET=offset_type(index_cache),
         CODES=codes_of(index_cache)["CODES"],
         num_warps=4,
         num_stages=3,

@@ -18,11 +18,11 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike, unsupported
-from atomc.kernels.triton.attention.attention import LOG2_E, odd_sequences, reach
+from atomc.kernels.triton.attention.attention import LOG2_E, odd_sequences, offset_type
 from atomc.kernels.triton.attention.attention_tiles import MAX_SPLITS, has_room, multiprocessors
 from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
 from atomc.kernels.triton.attention.sequences import tokens_of
-from atomc.kernels.triton.launch.launch import overlap, unfit
+from atomc.kernels.triton.launch.launch import dot_size, overlap, unfit
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION, LATENT_ATTENTION_CODES
 from atomc.kernels.triton.rows.kv_write import (
     byte_view,
@@ -437,12 +437,12 @@ def launch_arguments(
         TILE_HEADS=cut.heads,
         L=latent,
         R=width - latent,
-        BLOCK_L=max(16, triton.next_power_of_2(latent)),
-        BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
+        BLOCK_L=dot_size(latent),
+        BLOCK_R=dot_size(width - latent),
         BLOCK_M=cut.rows,
         BLOCK_N=cut.keys,
         BLOCK_SIZE=kv_cache.shape[1],
-        OFFSET=tl.int32 if reach(kv_cache) < 2**31 else tl.int64,
+        OFFSET=offset_type(kv_cache),
         BRANCHES=cut.branches,
         CODES=codes_of(kv_cache)["CODES"],
         num_warps=cut.warps,
@@ -464,26 +464,6 @@ def attend(
 ) -> Tensor:
     """mla_absorbed_attention of q [T, H, L + R] with the given tiling."""
     into, lse = empty_splits(q, latent, cut.splits)
-    launch(
-        q, kv_cache, into, lse, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
-    )
-    return into if lse is None else combined(into, lse, q.dtype)
-
-
-def launch(
-    q: Tensor,
-    kv_cache: Tensor,
-    into: Tensor,
-    lse: Tensor | None,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    latent: int,
-    scale: float,
-    cut: LatentTiling,
-    kv_scale: Tensor | None,
-) -> None:
-    """Launch the kernel; `into` and `lse` as in attention.launch."""
     num_rows, num_heads, _ = q.shape
     num_sequences = seq_lens.shape[0]
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // cut.heads))
@@ -507,6 +487,7 @@ def launch(
         SPLIT=lse is not None,
         **launch_arguments(q, kv_cache, latent, cut),
     )
+    return into if lse is None else combined(into, lse, q.dtype)
 
 
 def refuse_mla_absorbed_attention(

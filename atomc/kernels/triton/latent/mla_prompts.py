@@ -163,7 +163,15 @@ def mla_paged_attention(
     elif tokens:
         sequences = query_start, seq_lens, block_tables
         out, new_lse = _attend_new(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
-        latents, old_lse = _attend_old(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
+        latents, old_lse = attend_prefixes(
+            queries_to_latents(rows, of_head, query_start, seq_lens, width - nope),
+            kv_cache,
+            *sequences,
+            latent,
+            scale,
+            absorbed.tiling(tokens, seq_lens.shape[0], heads, q.element_size(), longest, kv_cache),
+            kv_scale,
+        )
         add_values(out, new_lse, latents, old_lse, of_head[:, nope:])
     return out.view(*q.shape[:-1], values)
 
@@ -241,60 +249,16 @@ def _attend_new(
     cut = tiling(
         tokens, seq_lens.shape[0], 1, heads, width, q.element_size(), tokens, q.device
     )._replace(splits=1)
-    dense.launch(
+    dense.launch_packed(
         q,
-        _one_block_cache(k),
-        _one_block_cache(v),
+        k,
+        v,
         out,
         lse,
         query_start,
-        query_start.diff(),
-        query_start[:-1, None],
-        None,
         scale,
-        0,
-        0.0,
         fitted_tiling(cut, width, q.device),
-        None,
-        None,
-        block_size=None,
-        k_rest=_one_block_cache(k_rope) if apart else None,
+        causal=True,
+        k_rest=k_rope if apart else None,
     )
     return out, lse
-
-
-def _one_block_cache(x: Tensor) -> Tensor:
-    """A cache whose block of a sequence starts at its first row of x, and has room for any number
-    of tokens.
-    """
-    return x.as_strided((x.shape[0], 1, *x.shape[1:]), (x.stride(0), *x.stride()))
-
-
-def _attend_old(
-    q: Tensor,
-    of_head: Tensor,
-    kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    kv_scale: Tensor | None,
-    nope: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention of q [T, H, P + R] over what was cached before the step: the weighted latents
-    [T, H, L], and [T, H] its lse in fp32.
-    """
-    tokens, heads, width = q.shape
-    latent = of_head.shape[-1]
-    longest = block_tables.shape[1] * kv_cache.shape[1]
-    return attend_prefixes(
-        queries_to_latents(q, of_head, query_start, seq_lens, width - nope),
-        kv_cache,
-        query_start,
-        seq_lens,
-        block_tables,
-        latent,
-        scale,
-        absorbed.tiling(tokens, seq_lens.shape[0], heads, q.element_size(), longest, kv_cache),
-        kv_scale,
-    )

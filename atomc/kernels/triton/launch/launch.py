@@ -69,6 +69,12 @@ def num_rows(x: Tensor) -> int:
     return x.numel() // (x.shape[-1] or 1)
 
 
+def dot_size(size: int) -> int:
+    """The power of two of at least 16, as tl.dot requires, that has room for this size."""
+    power: int = triton.next_power_of_2(size)
+    return max(16, power)
+
+
 def int64_view(x: Tensor) -> Tensor:
     """Contiguous 16-bit values, viewed as int64 with four values each."""
     return (x.clone() if x.storage_offset() % 4 else x).view(torch.int64)

@@ -97,13 +97,6 @@ class StripTile(NamedTuple):
         return max(1, min(self.programs // tiles, columns // self.columns))
 
 
-class GroupedTile(NamedTuple):
-    """Of experts: pairs of a token and an expert in a block, and how the products are launched."""
-
-    block: int
-    launch: Launch
-
-
 class FragmentTile(NamedTuple):
     """Of experts with 4-bit weights in the order of fragments: pairs in a block, rows of a weight,
     warps, stages, and blocks in a band. Four warps multiply 64 rows at once, fewer 16 each.
@@ -117,6 +110,7 @@ class FragmentTile(NamedTuple):
 
     def launch(self) -> Launch:
         return dict(
+            BLOCK_M=self.block,
             BLOCK_N=self.weight_rows,
             TALL=self.tall,
             num_warps=self.warps,

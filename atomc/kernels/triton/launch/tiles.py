@@ -11,7 +11,6 @@ from atomc.kernels.triton.launch.tile_table import (
     AttentionTile,
     ExpertsFewTile,
     FragmentTile,
-    GroupedTile,
     Launch,
     LoraTile,
     RowTile,
@@ -64,13 +63,13 @@ SCALED_LINEAR = TileTable(
 
 
 def _product(
-    rows: int, weight_rows: int, columns: int, num_stages: int, num_warps: int = 4
+    rows: int, weight_rows: int, columns: int, num_stages: int, num_warps: int = 4, tall: int = 8
 ) -> Launch:
     return {
         "BLOCK_M": rows,
         "BLOCK_N": weight_rows,
         "BLOCK_K": columns,
-        "TALL": 8,
+        "TALL": tall,
         "num_warps": num_warps,
         "num_stages": num_stages,
     }
@@ -173,62 +172,47 @@ LORA_FEW = TileTable[LoraTile](
 )
 
 
-def _grouped(
-    block: int, weight_rows: int, columns: int, num_stages: int, num_warps: int = 4, tall: int = 1
-) -> GroupedTile:
-    return GroupedTile(
-        block,
-        {
-            "BLOCK_N": weight_rows,
-            "BLOCK_K": columns,
-            "TALL": tall,
-            "num_warps": num_warps,
-            "num_stages": num_stages,
-        },
-    )
-
-
 # A block is about twice as long as an expert has pairs. Experts of Qwen3-30B, us with 64 rows of
 # 128 columns / 128 of 64: 16 tokens 186 / 199, 64 281 / 287; DeepSeek-V2-Lite, 16: 204 / 217.
-MOE_EXPERTS = TileTable(
+MOE_EXPERTS = TileTable[Launch](
     command="python bench/moe.py --tiles --formats bf16 --tokens 64 256 1024 4096",
     sizes=("pairs per expert",),  # 0: a block is one pair
     by_arch={
         "sm90": [
-            ((8,), _grouped(16, 64, 128, 5)),
-            ((24,), _grouped(32, 128, 64, 4)),
-            ((96,), _grouped(64, 128, 64, 4)),
-            ((ANY,), _grouped(128, 256, 64, 4, num_warps=8, tall=8)),
+            ((8,), _product(16, 64, 128, 5, tall=1)),
+            ((24,), _product(32, 128, 64, 4, tall=1)),
+            ((96,), _product(64, 128, 64, 4, tall=1)),
+            ((ANY,), _product(128, 256, 64, 4, num_warps=8)),
         ]
     },
     measured=False,
 )
 # Experts of Qwen3-30B in fp8, us with 128 rows / 64 / 64 of 256 columns: 1 token 18.3 / 17.4 /
 # 16.6, 2 26.9 / 28.3 / 28.3, 16 105.9 / 108.0 / 111.6, 64 154.9 / 158.0 / 163.3.
-MOE_EXPERTS_8_BITS = TileTable(
+MOE_EXPERTS_8_BITS = TileTable[Launch](
     command="python bench/moe.py --tiles --formats fp8 fp8_block int8 --tokens 1 64 256 1024 4096",
     sizes=("pairs per expert",),  # 0: a block is one pair
     by_arch={
         "sm90": [
-            ((8,), _grouped(16, 128, 128, 4)),
-            ((24,), _grouped(32, 128, 128, 4)),
-            ((96,), _grouped(64, 128, 128, 4)),
-            ((ANY,), _grouped(128, 128, 128, 4, num_warps=8, tall=8)),
+            ((8,), _product(16, 128, 128, 4, tall=1)),
+            ((24,), _product(32, 128, 128, 4, tall=1)),
+            ((96,), _product(64, 128, 128, 4, tall=1)),
+            ((ANY,), _product(128, 128, 128, 4, num_warps=8)),
         ]
     },
     measured=False,
 )
 # Not eight warps: with 128 x 128 x 64 and three stages, one tile in some 10,000 has wrong values of
 # a row of the weight (Triton 3.6, H200).
-MOE_EXPERTS_4_BITS = TileTable(
+MOE_EXPERTS_4_BITS = TileTable[Launch](
     command="python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 64 256 1024 4096",
     sizes=("pairs per expert",),
     by_arch={
         "sm90": [
-            ((8,), _grouped(16, 64, 128, 4)),
-            ((24,), _grouped(32, 64, 128, 4)),
-            ((96,), _grouped(64, 128, 64, 3)),
-            ((ANY,), _grouped(128, 64, 64, 3, tall=8)),
+            ((8,), _product(16, 64, 128, 4, tall=1)),
+            ((24,), _product(32, 64, 128, 4, tall=1)),
+            ((96,), _product(64, 128, 64, 3, tall=1)),
+            ((ANY,), _product(128, 64, 64, 3)),
         ]
     },
     measured=False,

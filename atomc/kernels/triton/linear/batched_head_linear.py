@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atomc.kernels.triton.attention.attention_tiles import has_room, multiprocessors
 from atomc.kernels.triton.attention.sequences import some_have_prefix
-from atomc.kernels.triton.launch.launch import let_next_start, overlap, wait_for_last
+from atomc.kernels.triton.launch.launch import dot_size, let_next_start, overlap, wait_for_last
 
 # Programs of a multiprocessor, so that the heads of a tile without such keys are left out together.
 PROGRAMS = 4
@@ -166,7 +166,7 @@ def queries_to_latents(
         P=nope,
         R=rotated,
         L=latent,
-        BLOCK_P=max(16, triton.next_power_of_2(nope)),
+        BLOCK_P=dot_size(nope),
         BLOCK_R=triton.next_power_of_2(rotated),
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
@@ -200,7 +200,7 @@ def add_values(
         H=heads,
         L=latents.shape[-1],
         V=values,
-        BLOCK_V=max(16, triton.next_power_of_2(values)),
+        BLOCK_V=dot_size(values),
         BLOCK_M=tile.rows,
         BLOCK_K=tile.depth,
         num_warps=tile.warps,

@@ -137,13 +137,14 @@ def multiply(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    tile: Tile,
+    tile: Tile | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x @ weight.T + bias in out_dtype (None: that of x), with the given tile."""
+    """x @ weight.T + bias in out_dtype (None: that of x). tile: None for that of the table."""
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(x):
+        tile = tile or LINEAR.choose(x.device, rows, n, k)
         # H200, us of a layer without attention, with the next kernel released before / after the
         # loop. One row: Qwen3-0.6B 17.6 / 17.1, 8B 96 / 104. Two rows: 0.6B 23.6 / 19.9. Tensor
         # cores, 8 rows: 0.6B 26.8 / 22.2, 8B 110 / 107. With the weight prefetched into the L2
@@ -196,13 +197,11 @@ def refuse_linear(
     "triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=refuse_linear, tuned_for=LINEAR.archs
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    tile = LINEAR.choose(x.device, num_rows(x), *weight.shape)
-    return multiply(x, weight, bias, tile)
+    return multiply(x, weight, bias)
 
 
 @ops.linear_fp32.kernel(
     "triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=refuse_linear, tuned_for=LINEAR.archs
 )
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    tile = LINEAR.choose(x.device, num_rows(x), *weight.shape)
-    return multiply(x, weight, None, tile, torch.float32)
+    return multiply(x, weight, None, out_dtype=torch.float32)

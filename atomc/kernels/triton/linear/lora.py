@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import gapped, unlike
-from atomc.kernels.triton.launch.launch import begin, not_nvidia, overlap, unfit
+from atomc.kernels.triton.launch.launch import begin, dot_size, not_nvidia, overlap, unfit
 from atomc.kernels.triton.launch.tiles import LORA_FEW
 from atomc.kernels.triton.linear import lora_few
 from atomc.ops.formats import FLOATS
@@ -180,7 +180,7 @@ def lora_linear(
     if count <= lora_few.MAX_ROWS:
         tile = LORA_FEW.choose(x.device, count)
         return lora_few.lora_linear(y_rows, x_rows, a, b, rows, of_layers, tile).view(y.shape)
-    thin_block = max(16, triton.next_power_of_2(thin_size))
+    thin_block = dot_size(thin_size)
     block_k, block_n = _tile(thin_block, x.dtype)
     warps = {"num_warps": 8 if thin_block > 128 else 4, **overlap(x.device)}
     block, parts = ROWS_OF_MANY, 1

@@ -212,16 +212,25 @@ def _tensor_core_product(
     )
 
 
-def steps(
-    x: Tensor, x_scale: Tensor, weight_scale: Tensor, blocks: bool
-) -> tuple[Tensor, int, int, int]:
-    """x_scale by rows, its strides of rows and groups, and the stride of rows (or of rows of
-    blocks) of weight_scale.
+def row_arguments(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    blocks: bool,
+) -> tuple[Tensor | int | None, ...]:
+    """What kernels take: x and x_scale by rows, the others, the strides of rows and groups of
+    x_scale, and the stride of rows (or of rows of blocks) of weight_scale.
     """
+    rows = num_rows(out)
+    by_row = x_scale.reshape(rows, -1) if blocks else x_scale.reshape(-1)
+    strides: tuple[int, ...] = int(x_scale.numel() > 1), 0, int(weight_scale.numel() > 1)
     if blocks:
-        by_row = x_scale.reshape(num_rows(x), -1)
-        return by_row, by_row.stride(0), by_row.stride(1), weight_scale.stride(0)
-    return x_scale.reshape(-1), int(x_scale.numel() > 1), 0, int(weight_scale.numel() > 1)
+        strides = *by_row.stride(), weight_scale.stride(0)
+    x = x.reshape(rows, x.shape[-1])
+    return x, weight, by_row, weight_scale, bias, out, rows, len(weight), *strides
 
 
 def multiply(
@@ -231,29 +240,21 @@ def multiply(
     weight_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    tile: Tile,
+    tile: Tile | None = None,
     blocks: bool = False,
 ) -> Tensor:
-    """The op, with the given tile. `blocks`: scales are of blocks of 128."""
+    """The op. `blocks`: scales are of blocks of 128. tile: None for that of the table."""
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(out):
-        by_row, *strides = steps(x, x_scale, weight_scale, blocks)
+        tile = tile or SCALED_LINEAR.choose(x.device, rows, k)
         kernel, more = (
             (_tensor_core_product, {"PARTS": tile.parts, "BLOCK_M": tile.rows})
             if tile.parts
             else (_row, {"EARLY": k >= 4096})
         )
         kernel[(triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))](
-            x.reshape(rows, k),
-            weight,
-            by_row,
-            weight_scale,
-            bias,
-            out,
-            rows,
-            n,
-            *strides,
+            *row_arguments(x, weight, x_scale, weight_scale, bias, out, blocks),
             K=k,
             BLOCKS=blocks,
             WHOLE=x.dtype == torch.int8,
@@ -312,8 +313,7 @@ def scaled_linear_fp8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile)
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)
 
 
 @ops.scaled_linear_fp8_block.kernel(
@@ -329,8 +329,7 @@ def scaled_linear_fp8_block(
     out_dtype: torch.dtype,
     block: int = 128,
 ) -> Tensor:
-    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile, blocks=True)
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, blocks=True)
 
 
 @ops.scaled_linear_int8.kernel(
@@ -345,5 +344,4 @@ def scaled_linear_int8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile)
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal
-from atomc.kernels.triton.launch.launch import more_rows, num_rows
+from atomc.kernels.triton.launch.launch import more_rows
 from atomc.kernels.triton.launch.tiles import SCALED_LINEAR_TILES
 from atomc.kernels.triton.linear.scaled_linear import MAX_ROWS, refuse_scaled_linear
 from atomc.kernels.triton.linear.scaled_linear_tiles import multiply
@@ -42,5 +42,4 @@ def scaled_linear_fp8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    tile = SCALED_LINEAR_TILES.choose(x.device, num_rows(x), len(weight))
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile)
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)

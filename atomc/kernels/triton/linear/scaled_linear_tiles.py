@@ -13,9 +13,13 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import first_refusal
 from atomc.kernels.triton.launch.launch import num_rows
-from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import SCALED_LINEAR_BLOCK_TILES, SCALED_LINEAR_TILES
-from atomc.kernels.triton.linear.scaled_linear import BLOCK, finished, refuse_scaled_linear, steps
+from atomc.kernels.triton.linear.scaled_linear import (
+    BLOCK,
+    finished,
+    refuse_scaled_linear,
+    row_arguments,
+)
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -96,23 +100,15 @@ def multiply(
     weight_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    tile: Launch,
     blocks: bool = False,
 ) -> Tensor:
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(out):
-        by_row, *strides = steps(x, x_scale, weight_scale, blocks)
+        table = SCALED_LINEAR_BLOCK_TILES if blocks else SCALED_LINEAR_TILES
+        tile = table.choose(x.device, rows, n)
         _tiles[(triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)](
-            x.reshape(rows, k),
-            weight,
-            by_row,
-            weight_scale,
-            bias,
-            out,
-            rows,
-            n,
-            *strides,
+            *row_arguments(x, weight, x_scale, weight_scale, bias, out, blocks),
             K=k,
             BLOCKS=blocks,
             WHOLE=x.dtype == torch.int8,
@@ -143,15 +139,7 @@ def scaled_linear_fp8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(
-        x,
-        weight,
-        x_scale,
-        weight_scale,
-        bias,
-        out_dtype,
-        SCALED_LINEAR_TILES.choose(x.device, num_rows(x), len(weight)),
-    )
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)
 
 
 @ops.scaled_linear_fp8_block.kernel(
@@ -167,16 +155,7 @@ def scaled_linear_fp8_block(
     out_dtype: torch.dtype,
     block: int = BLOCK,
 ) -> Tensor:
-    return multiply(
-        x,
-        weight,
-        x_scale,
-        weight_scale,
-        bias,
-        out_dtype,
-        SCALED_LINEAR_BLOCK_TILES.choose(x.device, num_rows(x), len(weight)),
-        blocks=True,
-    )
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, blocks=True)
 
 
 @ops.scaled_linear_int8.kernel(
@@ -191,12 +170,4 @@ def scaled_linear_int8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(
-        x,
-        weight,
-        x_scale,
-        weight_scale,
-        bias,
-        out_dtype,
-        SCALED_LINEAR_TILES.choose(x.device, num_rows(x), len(weight)),
-    )
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)

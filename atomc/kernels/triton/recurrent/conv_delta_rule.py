@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, too_wide
-from atomc.kernels.triton.launch.launch import begin, overlap
+from atomc.kernels.triton.launch.launch import begin, dot_size, overlap
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import DELTA_DECODE
 from atomc.kernels.triton.recurrent.conv import causal_conv1d_update, refuse_causal_conv1d_update
@@ -335,7 +335,7 @@ def launch_decode(
         TAPS=weight.shape[1],
         SILU=activation == "silu",
         RATE_SCALE=rate_scale,
-        BLOCK_K=max(16, triton.next_power_of_2(key_width)),
+        BLOCK_K=dot_size(key_width),
         BLOCK_V=block,
         BLOCK_TAPS=triton.next_power_of_2(weight.shape[1] - 1),
         EPS=L2_EPS,

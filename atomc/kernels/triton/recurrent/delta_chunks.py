@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.kernels.triton.attention.sequences import tokens_of
-from atomc.kernels.triton.launch.launch import begin, overlap
+from atomc.kernels.triton.launch.launch import begin, dot_size, overlap
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.ops.delta_rule import L2_EPS
 
@@ -66,7 +66,7 @@ class Rows(NamedTuple):
             "GROUP": heads // self.k.shape[-2],
             "K": key_width,
             "V": width,
-            "BLOCK_K": max(16, triton.next_power_of_2(key_width)),
+            "BLOCK_K": dot_size(key_width),
         }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import gapped, no_bf16_products, too_wide, unlike
-from atomc.kernels.triton.launch.launch import begin, overlap, unfit
+from atomc.kernels.triton.launch.launch import begin, dot_size, overlap, unfit
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -273,7 +273,7 @@ def ssm_scan_update(
         **overlap(x.device),
     )
     if not decode:
-        block_p = min(max(16, triton.next_power_of_2(width)), COLUMNS)
+        block_p = min(dot_size(width), COLUMNS)
         _chunks[(sequences, heads, triton.cdiv(width, block_p))](
             *tensors,
             *steps,

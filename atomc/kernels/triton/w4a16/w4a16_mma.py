@@ -6,8 +6,6 @@ Up to MAX_ROWS rows, codes are unpacked in registers. More rows are multiplied b
 weight that each call unpacks to 16 bits.
 """
 
-from collections.abc import Callable, Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,46 +24,12 @@ from atomc.kernels.triton.w4a16.fragments import (
 )
 from atomc.kernels.triton.w4a16.unpacking import other_group, unfit
 from atomc.ops.formats import HALVES
-from atomc.ops.op import Prepared, Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # Up to this number of rows of x. us, unpacked in registers / to memory, 192 and 256 rows:
 # 4096->4096 25 / 28, 25 / 25, 4096->24576 103 / 133, 97 / 141, 2048->5120 21 / 17, 22 / 17.
 MAX_ROWS = 256
-Prepare = Mapping[str | tuple[str, ...], Callable[..., Prepared]]
-
-
-def _strips(rows: Tensor) -> Tensor:
-    """[N/16, 16, ...] of [N, ...]: each strip as an expert of its own."""
-    return rows.view(-1, STRIP.value, *rows.shape[1:])
-
-
-def int4_strips(words: Tensor, group: int) -> Prepared:
-    """int32 [N/16, 1, parts, 16, 16] of int4 codes, int32 [N, K/8]."""
-    return int4_fragments(_strips(words), group)
-
-
-def groups_in_strips(values: Tensor, group: int) -> Prepared:
-    """Integers [N/16, 1, parts, 16] of scales or zeros [N, K/group]."""
-    return packed_groups(_strips(values), group)
-
-
-def e2m1_strips(packed: Tensor) -> Prepared:
-    """int32 [N/16, 1, parts, 16, 16] of e2m1 codes, uint8 [N, K/2]."""
-    return e2m1_fragments(_strips(packed))
-
-
-def exponents_in_strips(scale: Tensor) -> Prepared:
-    """Integers [N/16, 1, parts, 16] of e8m0 scales, uint8 [N, K/32]."""
-    return raised_exponents(_strips(scale))
-
-
-OF_INT4: Prepare = {
-    "weight": int4_strips,
-    "weight_scale": groups_in_strips,
-    "zeros": groups_in_strips,
-}
-OF_MXFP4: Prepare = {"weight": e2m1_strips, "weight_scale": exponents_in_strips}
 
 
 def _no_strips(weight: Tensor) -> Refusal | None:
@@ -96,7 +60,7 @@ def refuse_linear_w4a16(
 @ops.linear_w4a16.kernel(
     "triton",
     refuses=refuse_linear_w4a16,
-    prepare=OF_INT4,
+    prepare={"weight": int4_fragments, "weight_scale": packed_groups, "zeros": packed_groups},
     attributes=("group",),
     tuned_for=LINEAR_4_BITS.archs,
 )
@@ -140,7 +104,7 @@ def refuse_linear_mxfp4(
 @ops.linear_mxfp4.kernel(
     "triton",
     refuses=refuse_linear_mxfp4,
-    prepare=OF_MXFP4,
+    prepare={"weight": e2m1_fragments, "weight_scale": raised_exponents},
     tuned_for=LINEAR_4_BITS.archs,
 )
 def linear_mxfp4(
