@@ -27,7 +27,7 @@ def first_refusal(*checks: Refuses, **constants: object) -> Refuses:
     """
 
     def refuse_call(platform: Platform, **arguments: object) -> Refusal | None:
-        refusals = (check(platform, **{**arguments, **constants}) for check in checks)
+        refusals = (check(**{"platform": platform, **arguments, **constants}) for check in checks)
         return next(filter(None, refusals), None)
 
     return refuse_call

@@ -1,5 +1,7 @@
 """Ranks of one process exchange rows through each other's buffers: all push, then all reduce."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,13 +10,19 @@ from atomc.torch_compat.peer_memory import EMPTY, PeerMemory, new_buffer, new_ha
 
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
-from atomc.kernels.triton.collective.allreduce import push, reduce  # noqa: E402
+from atomc.kernels.triton.collective.allreduce import (  # noqa: E402
+    all_reduce_rms_norm,
+    push,
+)
 
 DRAW = torch.Generator().manual_seed(0)
 
 
 def rand(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=DRAW).to(dtype)
+
+
+reduce = partial(all_reduce_rms_norm, pushes=False)
 
 
 def peers_of(ranks):

@@ -148,9 +148,14 @@ def all_reduce_rms_norm(
     eps: float,
     peers: PeerMemory,
     style: str = "after",
+    *,
+    pushes: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of the sum of x [..., D] of all ranks and of the residual [..., D], and that sum."""
-    out, total = _launch(x, peers, residual, weight, eps, style)
+    """The norm of the sum of x [..., D] of all ranks and of the residual [..., D], and that sum.
+
+    pushes  False: the second half of an exchange, for which the rows of x have been sent
+    """
+    out, total = _launch(x, peers, residual, weight, eps, style, pushes=pushes)
     assert out is not None
     return out, total
 
@@ -158,20 +163,6 @@ def all_reduce_rms_norm(
 def push(x: Tensor, peers: PeerMemory) -> None:
     """The first half of an exchange: send the rows of x, and do not wait."""
     _launch(x, peers, reduces=False)
-
-
-def reduce(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    peers: PeerMemory,
-    style: str = "after",
-) -> tuple[Tensor, Tensor]:
-    """The second half of an exchange, as all_reduce_rms_norm: the rows of x have been sent."""
-    out, total = _launch(x, peers, residual, weight, eps, style, pushes=False)
-    assert out is not None
-    return out, total
 
 
 def _launch(

@@ -9,11 +9,7 @@ from atomc import ops
 from atomc.kernels.checks import first_refusal
 from atomc.kernels.triton.collective.allreduce import all_reduce, all_reduce_rms_norm
 from atomc.kernels.triton.rows.norm import refuse_rms_norm
-from atomc.kernels.triton.rows.norm_quant import (
-    add_rms_norm_quant,
-    refuse_rms_norm_quant,
-    rms_norm_quant,
-)
+from atomc.kernels.triton.rows.norm_quant import quantized_norm, refuse_rms_norm_quant
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 from atomc.token_range import Tokens
@@ -98,21 +94,20 @@ def allreduce_rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = all_reduce(x, peer_memory.of(process_group))
-    codes, scales, y = rms_norm_quant(
-        total,
+    return quantized_norm(
+        all_reduce(x, peer_memory.of(process_group)),
+        None,
         weight,
         eps,
         scale,
         style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        column_major=column_major,
-        rounding=rounding,
-        keep=keep,
+        scheme,
+        dtype,
+        group,
+        column_major,
+        rounding,
+        keep,
     )
-    return codes, scales, total, y
 
 
 @ops.allreduce_add_rms_norm_quant.kernel(
@@ -134,17 +129,17 @@ def allreduce_add_rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return add_rms_norm_quant(
+    return quantized_norm(
         all_reduce(x, peer_memory.of(process_group)),
         residual,
         weight,
         eps,
         scale,
         style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        column_major=column_major,
-        rounding=rounding,
-        keep=keep,
+        scheme,
+        dtype,
+        group,
+        column_major,
+        rounding,
+        keep,
     )

@@ -8,11 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.triton.launch.tiles import NORM
 from atomc.kernels.triton.rows.norm import add_rms_norm, refuse_rms_norm, rms_norm
-from atomc.kernels.triton.rows.norm_quant import (
-    add_rms_norm_quant,
-    refuse_rms_norm_quant,
-    rms_norm_quant,
-)
+from atomc.kernels.triton.rows.norm_quant import quantized_norm, refuse_rms_norm_quant
 
 all_reduce = ops.all_reduce.reference
 
@@ -53,21 +49,20 @@ def allreduce_rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = all_reduce(x, process_group)
-    codes, scales, y = rms_norm_quant(
-        total,
+    return quantized_norm(
+        all_reduce(x, process_group),
+        None,
         weight,
         eps,
         scale,
         style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        column_major=column_major,
-        rounding=rounding,
-        keep=keep,
+        scheme,
+        dtype,
+        group,
+        column_major,
+        rounding,
+        keep,
     )
-    return codes, scales, total, y
 
 
 @ops.allreduce_add_rms_norm_quant.kernel(
@@ -89,17 +84,17 @@ def allreduce_add_rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return add_rms_norm_quant(
+    return quantized_norm(
         all_reduce(x, process_group),
         residual,
         weight,
         eps,
         scale,
         style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        column_major=column_major,
-        rounding=rounding,
-        keep=keep,
+        scheme,
+        dtype,
+        group,
+        column_major,
+        rounding,
+        keep,
     )

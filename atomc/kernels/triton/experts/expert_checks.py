@@ -40,9 +40,7 @@ def unfit(
     return strided(**biases)
 
 
-def unreadable(
-    platform: Platform, x: Tensor, w13: Tensor, w2: Tensor, **_: object
-) -> Refusal | None:
+def unreadable(x: Tensor, w13: Tensor, w2: Tensor, **_: object) -> Refusal | None:
     """Refuse rows of x that are not contiguous, and weights [E, N, K] of dynamic size, or with
     neither rows nor columns contiguous.
     """
@@ -57,7 +55,6 @@ def unreadable(
 
 
 def scattered(
-    platform: Platform,
     w13: Tensor,
     w2: Tensor,
     w13_scale: Tensor,

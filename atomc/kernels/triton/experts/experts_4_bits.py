@@ -43,7 +43,6 @@ from atomc.kernels.triton.w4a16.unpacking import other_group
 from atomc.ops.experts import Gate
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 
 @triton.jit
@@ -303,7 +302,7 @@ def _both_products(
 
 
 def refuse_int4_types(
-    platform: Platform, x: Tensor, w13_scale: Tensor, w2_scale: Tensor, *, group: int, **_: object
+    x: Tensor, w13_scale: Tensor, w2_scale: Tensor, *, group: int, **_: object
 ) -> Refusal | None:
     return (
         unlike(HALVES, x=x)
@@ -362,7 +361,6 @@ def moe_experts_w4a16(
 
 
 def refuse_mxfp4_types(
-    platform: Platform,
     x: Tensor,
     x_scale: Tensor | None = None,
     *,

@@ -412,7 +412,7 @@ def compute(
     return _down_sums(h, ids, weights, down, form, out_dtype, tile)
 
 
-def refuse_more_tokens(platform: Platform, x: Tensor, **_: object) -> Refusal | None:
+def refuse_more_tokens(x: Tensor, **_: object) -> Refusal | None:
     if isinstance(x.shape[0], int) and x.shape[0] > MAX_TOKENS:
         return Refusal("slower", f"more than {MAX_TOKENS} tokens, whose experts meet again")
     return None

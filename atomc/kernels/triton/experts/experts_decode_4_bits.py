@@ -23,13 +23,11 @@ from atomc.kernels.triton.launch.tiles import EXPERTS_FEW_4_BITS
 from atomc.kernels.triton.w4a16.unpacking import code_words, other_group
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 ARCHS = EXPERTS_FEW_4_BITS.archs
 
 
 def refuse_int4_types(
-    platform: Platform,
     x: Tensor,
     w13_scale: Tensor,
     w2_scale: Tensor,
@@ -87,7 +85,6 @@ def moe_experts_w4a16(
 
 
 def refuse_mxfp4_types(
-    platform: Platform,
     x: Tensor,
     b13: Tensor | None = None,
     b2: Tensor | None = None,

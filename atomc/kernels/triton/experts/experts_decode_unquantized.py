@@ -19,7 +19,6 @@ from atomc.kernels.triton.launch.tile_table import ExpertsFewTile
 from atomc.kernels.triton.launch.tiles import EXPERTS_FEW
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 # Rows are contiguous, not columns: 64 of them, 128 bytes, a program. A token of GPT-OSS takes 74 us
 # (H200), and 55 with the kernels for many tokens, so that this is for results that must not depend
@@ -34,14 +33,13 @@ def _order(weight: Tensor) -> str | None:
     return "rows" if known_equal(weight.stride(1), 1) else None
 
 
-def refuse_order(platform: Platform, w13: Tensor, **_: object) -> Refusal | None:
+def refuse_order(w13: Tensor, **_: object) -> Refusal | None:
     if _order(w13) == "rows":
         return Refusal("slower", "the rows of the weights are contiguous, not their columns")
     return None
 
 
 def unfit_weights(
-    platform: Platform,
     x: Tensor,
     w13: Tensor,
     w2: Tensor,

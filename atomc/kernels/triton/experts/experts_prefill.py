@@ -18,7 +18,6 @@ from atomc.kernels.triton.launch.tiles import MOE_EXPERTS
 from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 # On CUDA cores; operands are twice as large.
 FP32_TILE = dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=32, TALL=1, num_warps=4, num_stages=2)
@@ -60,9 +59,7 @@ def sum_of_experts(
     return weighted_sum(products, ids, weights, experts)
 
 
-def refuse_types(
-    platform: Platform, x: Tensor, w13: Tensor, w2: Tensor, **_: object
-) -> Refusal | None:
+def refuse_types(x: Tensor, w13: Tensor, w2: Tensor, **_: object) -> Refusal | None:
     return unlike(FLOATS, x=x, w13=w13, w2=w2)
 
 

@@ -35,7 +35,6 @@ from atomc.kernels.triton.w4a16.unpacking import (
 from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])
@@ -182,7 +181,7 @@ def _sum_of_experts(
 
 
 def refuse_int4_types(
-    platform: Platform, x: Tensor, w13_scale: Tensor, w2_scale: Tensor, *, group: int, **_: object
+    x: Tensor, w13_scale: Tensor, w2_scale: Tensor, *, group: int, **_: object
 ) -> Refusal | None:
     return (
         unlike(FLOATS, x=x)
@@ -229,9 +228,7 @@ def moe_experts_w4a16(
     )
 
 
-def refuse_mxfp4_types(
-    platform: Platform, x: Tensor, *, out_dtype: torch.dtype, **_: object
-) -> Refusal | None:
+def refuse_mxfp4_types(x: Tensor, *, out_dtype: torch.dtype, **_: object) -> Refusal | None:
     # Not float16, which cannot represent all scales.
     taken = (torch.bfloat16, torch.float32)
     return unlike(taken, x=x) or wrong_result(taken, out_dtype)

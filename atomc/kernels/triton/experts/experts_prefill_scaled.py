@@ -49,7 +49,7 @@ def refuse_types(
     )
 
 
-def refuse_block(platform: Platform, block: int = 0, **_: object) -> Refusal | None:
+def refuse_block(block: int = 0, **_: object) -> Refusal | None:
     if block in (0, BLOCK):
         return None
     return Refusal("shape", f"blocks of {block}: written for {BLOCK}")

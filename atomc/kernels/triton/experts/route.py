@@ -14,12 +14,11 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import too_wide, unknown, unlike, wrong_rank, wrong_result
 from atomc.kernels.triton.launch.launch import (
     begin,
-    inner_sizes,
     not_nvidia,
     num_rows,
     overlap,
+    row_layout,
     row_offset,
-    row_strides,
     unfit,
 )
 from atomc.kernels.triton.launch.tile_table import Tile
@@ -206,8 +205,7 @@ def topk_route(
             bias,
             weights,
             ids,
-            *inner_sizes(logits),
-            *row_strides(logits),
+            *row_layout(logits),
             float(eps),
             float(min_sum),
             float(scale),

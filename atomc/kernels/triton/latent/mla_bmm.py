@@ -31,6 +31,7 @@ from atomc.kernels.triton.launch.launch import (
     inner_sizes,
     num_rows,
     overlap,
+    row_layout,
     row_offset,
     row_strides,
 )
@@ -54,7 +55,6 @@ from atomc.kernels.triton.w4a16.mxfp4 import e2m1_rows, e2m1_values, e8m0_values
 from atomc.ops.formats import FP8, MX_ROUNDINGS
 from atomc.ops.mla import BMM_SCHEMES
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 # Tile of the product: tokens, and columns of the latent. Not measured on any GPU.
 BLOCK_M, BLOCK_L = 16, 64
@@ -286,7 +286,6 @@ def _bmm_rope_kv_write(
 
 
 def refuse_product(
-    platform: Platform,
     q_nope: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
@@ -385,8 +384,7 @@ def bmm_rope_kv_write(
             *((0, 0) if scheme == "fp8" else weight_scale.stride()[:2]),
             *row_strides(q_pe),
             *latent_strides(kv_c),
-            *inner_sizes(k_pe),
-            *row_strides(k_pe),
+            *row_layout(k_pe),
             *table_strides(cos, q_pe),
             *table_strides(cos, k_pe),
             kv_cache.stride(1),

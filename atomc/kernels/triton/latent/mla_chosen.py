@@ -26,7 +26,6 @@ from atomc.kernels.triton.latent.mla_attention import (
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
 from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, scale_of_numbers
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 
 @triton.jit
@@ -202,9 +201,7 @@ def refuse_chosen(chosen: Tensor) -> Refusal | None:
     return unlike((torch.int32,), chosen=chosen)
 
 
-def refuse_positions(
-    platform: Platform, chosen: Tensor | None = None, **_: object
-) -> Refusal | None:
+def refuse_positions(chosen: Tensor | None = None, **_: object) -> Refusal | None:
     if chosen is None:
         return Refusal("argument", "a kernel for chosen keys")
     return refuse_chosen(chosen)

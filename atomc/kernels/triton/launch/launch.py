@@ -96,6 +96,11 @@ def row_strides(x: Tensor | None) -> tuple[int, int, int]:
     return s[0] if len(s) > 1 else 0, s[1] if len(s) > 3 else 0, s[-2] if len(s) > 2 else 0
 
 
+def row_layout(x: Tensor, *others: Tensor | None) -> tuple[int, ...]:
+    """inner_sizes of x, and row_strides of x and of others with such rows."""
+    return *inner_sizes(x), *(stride for rows in (x, *others) for stride in row_strides(rows))
+
+
 @functools.cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel that calls `wait_for_last`: on Hopper and later it may start

@@ -175,5 +175,5 @@ class AttentionTile(NamedTuple):
     keys: int
     warps: int
     stages: int
-    registers: int | None
     programs: int
+    registers: int | None = None

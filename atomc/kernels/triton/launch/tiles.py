@@ -360,10 +360,10 @@ PAGED_DECODE = TileTable(
     sizes=("key/value heads of all sequences per 4 multiprocessors", "bytes of a key"),
     by_arch={
         "sm90": [
-            ((1, 256), AttentionTile(0, 64, 4, 3, None, 3)),
-            ((1, ANY), AttentionTile(0, 64, 8, 5, None, 1)),
-            ((ANY, 256), AttentionTile(0, 64, 4, 3, 128, 4)),
-            ((ANY, ANY), AttentionTile(0, 32, 4, 3, None, 4)),
+            ((1, 256), AttentionTile(0, 64, 4, 3, 3)),
+            ((1, ANY), AttentionTile(0, 64, 8, 5, 1)),
+            ((ANY, 256), AttentionTile(0, 64, 4, 3, 4, registers=128)),
+            ((ANY, ANY), AttentionTile(0, 32, 4, 3, 4)),
         ]
     },
 )
@@ -376,16 +376,16 @@ PAGED_PREFILL = TileTable(
     sizes=("query rows per sequence", "tiles of 128 rows per multiprocessor", "bytes of a key"),
     by_arch={
         "sm90": [
-            ((64, ANY, 256), AttentionTile(64, 64, 4, 5, None, 2)),
-            ((ANY, 2, 256), AttentionTile(64, 64, 4, 5, None, 2)),
-            ((ANY, ANY, 256), AttentionTile(128, 64, 8, 2, 128, 2)),
-            ((64, ANY, ANY), AttentionTile(64, 32, 4, 5, None, 2)),
+            ((64, ANY, 256), AttentionTile(64, 64, 4, 5, 2)),
+            ((ANY, 2, 256), AttentionTile(64, 64, 4, 5, 2)),
+            ((ANY, ANY, 256), AttentionTile(128, 64, 8, 2, 2, registers=128)),
+            ((64, ANY, ANY), AttentionTile(64, 32, 4, 5, 2)),
             # Heads of 129 to 192, as of prompts in latent attention. us of 4 x 1,024 tokens with
             # 128 heads / 16, and of 1,024: 563 / 85, 153 / 26; 128, 64, 8, 3: 565 / 85, 154 / 30;
             # 128, 32, 8, 2: 932 / 142, 243 / 38; 64, 32, 4, 3: 585, 156 / 28.
-            ((ANY, ANY, 384), AttentionTile(64, 64, 4, 2, None, 2)),
-            ((ANY, 2, ANY), AttentionTile(64, 32, 4, 5, None, 2)),
-            ((ANY, ANY, ANY), AttentionTile(128, 32, 8, 2, None, 2)),
+            ((ANY, ANY, 384), AttentionTile(64, 64, 4, 2, 2)),
+            ((ANY, 2, ANY), AttentionTile(64, 32, 4, 5, 2)),
+            ((ANY, ANY, ANY), AttentionTile(128, 32, 8, 2, 2)),
         ]
     },
 )
@@ -398,9 +398,9 @@ LATENT_ATTENTION = TileTable(
     sizes=("query rows per sequence",),
     by_arch={
         "sm90": [
-            ((16,), AttentionTile(16, 64, 4, 2, None, 2)),
-            ((32,), AttentionTile(32, 64, 4, 3, None, 1)),
-            ((ANY,), AttentionTile(64, 64, 8, 3, None, 1)),
+            ((16,), AttentionTile(16, 64, 4, 2, 2)),
+            ((32,), AttentionTile(32, 64, 4, 3, 1)),
+            ((ANY,), AttentionTile(64, 64, 8, 3, 1)),
         ]
     },
 )
@@ -412,9 +412,9 @@ LATENT_ATTENTION_CODES = TileTable(
     sizes=("query rows per sequence",),
     by_arch={
         "sm90": [
-            ((16,), AttentionTile(16, 32, 4, 2, None, 4)),
-            ((32,), AttentionTile(32, 32, 8, 3, None, 1)),
-            ((ANY,), AttentionTile(64, 64, 8, 2, None, 1)),
+            ((16,), AttentionTile(16, 32, 4, 2, 4)),
+            ((32,), AttentionTile(32, 32, 8, 3, 1)),
+            ((ANY,), AttentionTile(64, 64, 8, 2, 1)),
         ]
     },
     measured=False,

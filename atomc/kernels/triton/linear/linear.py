@@ -13,14 +13,13 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import unlike
 from atomc.kernels.triton.launch.launch import (
-    inner_sizes,
     let_next_start,
     more_rows,
     not_nvidia,
     num_rows,
     overlap,
+    row_layout,
     row_offset,
-    row_strides,
     unfit,
     wait_for_last,
 )
@@ -161,8 +160,7 @@ def multiply(
             bias,
             out,
             rows,
-            *inner_sizes(x),
-            *row_strides(x),
+            *row_layout(x),
             n,
             K=k,
             BLOCK_M=tile.rows,

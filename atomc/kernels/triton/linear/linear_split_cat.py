@@ -18,6 +18,7 @@ from atomc.kernels.triton.launch.launch import (
     inner_sizes,
     num_rows,
     overlap,
+    row_layout,
     row_offset,
     row_strides,
     unfit,
@@ -170,7 +171,7 @@ def _scale_rows(x_scale: Tensor) -> tuple[int, ...]:
     """
     if x_scale.numel() == 1:
         return 1, 1, 0, 0, 0, 0
-    return *inner_sizes(x_scale), *row_strides(x_scale), x_scale.stride(-1)
+    return *row_layout(x_scale), x_scale.stride(-1)
 
 
 @ops.linear_split_cat.kernel("triton", refuses=refuse_linear_split_cat, tuned_for=())
@@ -206,8 +207,7 @@ def linear_split_cat(
             v,
             rows,
             outputs,
-            *inner_sizes(x),
-            *row_strides(x),
+            *row_layout(x),
             *_scale_rows(x_scale),
             weight.stride(0),
             scale_row,

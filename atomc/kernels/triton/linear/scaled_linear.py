@@ -291,7 +291,7 @@ def refuse_scaled_linear(
     )
 
 
-def refuse_more_rows(platform: Platform, x: Tensor, **_: object) -> Refusal | None:
+def refuse_more_rows(x: Tensor, **_: object) -> Refusal | None:
     return more_rows(x, MAX_ROWS, "for which another kernel is faster")
 
 

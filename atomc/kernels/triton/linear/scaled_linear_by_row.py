@@ -12,16 +12,13 @@ from atomc.kernels.triton.launch.tiles import SCALED_LINEAR_TILES
 from atomc.kernels.triton.linear.scaled_linear import MAX_ROWS, refuse_scaled_linear
 from atomc.kernels.triton.linear.scaled_linear_tiles import multiply
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 # H200, us with 64 rows, a scale a row: 4096 -> 4096 8.7, cuBLAS 15.4; 4096 -> 24576 28.0, 41.5;
 # 12288 -> 4096 18.7, 33.3. With 128 rows 10.2, 16.2; 38.9, 36.7; 23.0, 33.8.
 MANY_ROWS = 128
 
 
-def refuse_rows(
-    platform: Platform, x: Tensor, x_scale: Tensor, weight_scale: Tensor, **_: object
-) -> Refusal | None:
+def refuse_rows(x: Tensor, x_scale: Tensor, weight_scale: Tensor, **_: object) -> Refusal | None:
     if x_scale.dim() <= 1 and weight_scale.dim() <= 1:
         return Refusal("slower", "one scale for all rows, which cuBLAS takes as fast")
     return more_rows(x, MANY_ROWS, "which are left to cuBLAS")

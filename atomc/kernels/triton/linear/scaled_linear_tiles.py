@@ -21,7 +21,6 @@ from atomc.kernels.triton.linear.scaled_linear import (
     row_arguments,
 )
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -117,7 +116,7 @@ def multiply(
     return out
 
 
-def refuse_even_weight(platform: Platform, weight: Tensor, **_: object) -> Refusal | None:
+def refuse_even_weight(weight: Tensor, **_: object) -> Refusal | None:
     if not any(size % 16 for size in weight.shape):
         return Refusal(
             "slower", "rows and columns of the weight are multiples of 16, where cuBLAS is faster"

@@ -104,7 +104,6 @@ def _convolve(
 def refuse_causal_conv1d(
     platform: Platform,
     x: Tensor,
-    weight: Tensor,
     bias: Tensor | None = None,
     *,
     activation: str,
@@ -117,12 +116,12 @@ def refuse_causal_conv1d(
     return None
 
 
-def refuse_conv_state(platform: Platform, conv_state: Tensor, **_: object) -> Refusal | None:
+def refuse_conv_state(conv_state: Tensor, **_: object) -> Refusal | None:
     return strided(conv_state=conv_state)
 
 
 def refuse_step(
-    platform: Platform, query_start: Tensor, seq_lens: Tensor, state_slots: Tensor, **_: object
+    query_start: Tensor, seq_lens: Tensor, state_slots: Tensor, **_: object
 ) -> Refusal | None:
     """Refuse descriptions of sequences that the kernels of state per sequence cannot read."""
     expected = (
@@ -194,9 +193,7 @@ def _launch(
     num_rows, num_sequences = rows.shape[0], seq_lens.shape[0]
     by_sequence = num_rows <= num_sequences
     tile = CONV.choose(x.device, 1 if by_sequence else num_rows // num_sequences)
-    block_t = max(tile["BLOCK_T"], triton.next_power_of_2(taps))
-    if by_sequence:
-        block_t = 1
+    block_t = 1 if by_sequence else max(tile["BLOCK_T"], triton.next_power_of_2(taps))
     tiles = num_sequences + 1 + (0 if by_sequence else num_rows // block_t)
     if num_rows:
         _convolve[(tiles, triton.cdiv(channels, tile["BLOCK_C"]))](

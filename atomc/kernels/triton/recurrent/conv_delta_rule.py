@@ -34,7 +34,6 @@ from atomc.kernels.triton.recurrent.delta_rule import (
 from atomc.ops.conv_delta_rule import split_channels
 from atomc.ops.delta_rule import L2_EPS
 from atomc.ops.op import Refusal, Shared
-from atomc.platform import Platform
 
 # Of all sequences. H200, us, in one / one by one without the gates, 32 heads of 128: 1 sequence 5.4
 # / 5.6, 8 sequences 15.4 / 13.7, 64 sequences 103.6 / 77.8. (`DELTA_DECODE.command`)
@@ -216,7 +215,7 @@ def _key_heads(x: Tensor, recurrent_state: Tensor, **_: object) -> tuple[int]:
     return ((x.shape[-1] - heads * width) // (2 * key_width),)
 
 
-def refuse_wide_state(platform: Platform, recurrent_state: Tensor, **_: object) -> Refusal | None:
+def refuse_wide_state(recurrent_state: Tensor, **_: object) -> Refusal | None:
     return too_wide(max(recurrent_state.shape[-2:]), MAX_WIDTH, "heads")
 
 

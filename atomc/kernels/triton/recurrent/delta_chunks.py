@@ -343,7 +343,7 @@ def _launch_systems(
     stored = torch.float32 if terms == 1 else torch.bfloat16
     inverse, weights = (out.new_empty(shape, dtype=stored) for _ in range(2))
     factors = out.new_empty((num_rows, heads, 4), dtype=torch.float32)
-    q_row, q_head, k_row, k_head, _, _, g_row, beta_row, _ = rows.strides()
+    *of_q_and_k, _, _, g_row, beta_row, _ = rows.strides()
     _systems[(tiles, heads)](
         rows.q,
         rows.k,
@@ -358,10 +358,7 @@ def _launch_systems(
         num_rows,
         num_sequences,
         inverse.stride(0),
-        q_row,
-        q_head,
-        k_row,
-        k_head,
+        *of_q_and_k,
         g_row,
         beta_row,
         rows.scale,
@@ -383,7 +380,7 @@ def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
     _, heads, width = rows.v.shape
     terms = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[rows.k.dtype]
     inverse, weights, factors = _launch_systems(rows, out, most, terms)
-    q_row, q_head, k_row, k_head, v_row, v_head, _, _, slot = rows.strides()
+    *of_heads, _, _, slot = rows.strides()
     block = max(LEAST_COLUMNS, min(tile["BLOCK_V"], triton.next_power_of_2(width)))
     _walk[(triton.cdiv(width, block), heads, rows.seq_lens.shape[0])](
         rows.q,
@@ -398,12 +395,7 @@ def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
         rows.seq_lens,
         rows.state_slots,
         inverse.stride(0),
-        q_row,
-        q_head,
-        k_row,
-        k_head,
-        v_row,
-        v_head,
+        *of_heads,
         slot,
         **rows.sizes(),
         BLOCK_V=block,

@@ -126,9 +126,7 @@ def refuse_gated_delta_rule(
     return too_wide(max(k.shape[-1], v.shape[-1]), MAX_WIDTH, "heads")
 
 
-def refuse_recurrent_state(
-    platform: Platform, recurrent_state: Tensor, **_: object
-) -> Refusal | None:
+def refuse_recurrent_state(recurrent_state: Tensor, **_: object) -> Refusal | None:
     return strided(recurrent_state=recurrent_state)
 
 

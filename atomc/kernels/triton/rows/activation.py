@@ -9,11 +9,10 @@ from atomc import ops
 from atomc.kernels.checks import unknown, unlike, unlike_shapes
 from atomc.kernels.triton.launch.launch import (
     begin,
-    inner_sizes,
     num_rows,
     overlap,
+    row_layout,
     row_offset,
-    row_strides,
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import GATED
@@ -111,10 +110,7 @@ def _launch(gate: Tensor, up: Tensor, activation: str) -> Tensor:
             gate,
             up,
             out,
-            *inner_sizes(gate),
-            *row_strides(gate),
-            *row_strides(up),
-            *row_strides(out),
+            *row_layout(gate, up, out),
             WIDTH=gate.shape[-1],
             ACTIVATION=activation,
             **tile,

@@ -12,11 +12,10 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.triton.launch.launch import (
     begin,
-    inner_sizes,
     num_rows,
     overlap,
+    row_layout,
     row_offset,
-    row_strides,
     unfit,
 )
 from atomc.kernels.triton.launch.tile_table import MAX_WARPS
@@ -144,10 +143,8 @@ def silu_and_mul_quant(
 ) -> tuple[Tensor, Tensor]:
     if scheme in PER_ROW and gate.shape[-1] > WIDE and num_rows(gate) <= FEW:
         y = silu_and_mul(gate, up)
-        codes, scales = (
-            quant_int8_per_token(y) if scheme == "int8_per_token" else quant_fp8_per_token(y, dtype)
-        )
-        return codes, scales
+        int8 = scheme == "int8_per_token"
+        return quant_int8_per_token(y) if int8 else quant_fp8_per_token(y, dtype)
     out = Quantized(gate, scale, scheme, dtype, group, column_major, rounding)
     if rows := num_rows(gate):
         tile = _tile(out, rows, gate.shape[-1])
@@ -156,9 +153,7 @@ def silu_and_mul_quant(
             up,
             *out.pointers,
             rows,
-            *inner_sizes(gate),
-            *row_strides(gate),
-            *row_strides(up),
+            *row_layout(gate, up),
             *out.steps,
             D=gate.shape[-1],
             **out.constants,

@@ -11,11 +11,10 @@ from atomc import ops
 from atomc.kernels.checks import first_refusal, too_wide, unknown, unlike, unlike_shapes
 from atomc.kernels.triton.launch.launch import (
     begin,
-    inner_sizes,
     num_rows,
     overlap,
+    row_layout,
     row_offset,
-    row_strides,
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import NORM
@@ -221,11 +220,7 @@ def _launch(
             out,
             total,
             rows,
-            *inner_sizes(x),
-            *row_strides(x),
-            *row_strides(residual),
-            *row_strides(out),
-            *row_strides(total),
+            *row_layout(x, residual, out, total),
             eps,
             D=x.shape[-1],
             ADD=residual is not None,
@@ -255,7 +250,7 @@ def add_rms_norm(
     return out, _launch(_rms_norm, x, residual, (weight,), out, eps, WIDTH=x.shape[-1], STYLE=style)
 
 
-def refuse_padding(platform: Platform, x: Tensor, columns: int, **_: object) -> Refusal | None:
+def refuse_padding(x: Tensor, columns: int, **_: object) -> Refusal | None:
     if x.shape[-1] + columns > MAX_COLUMNS:
         return Refusal(
             "shape",

@@ -9,11 +9,10 @@ from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike_shapes
 from atomc.kernels.triton.launch.launch import (
     begin,
-    inner_sizes,
     num_rows,
     overlap,
+    row_layout,
     row_offset,
-    row_strides,
     unfit,
 )
 from atomc.kernels.triton.launch.tile_table import RowTile
@@ -95,10 +94,7 @@ def launch(
         weight,
         out,
         rows,
-        *inner_sizes(x),
-        *row_strides(x),
-        *row_strides(gate),
-        *row_strides(out),
+        *row_layout(x, gate, out),
         eps,
         D=x.shape[-1],
         STYLE=style,

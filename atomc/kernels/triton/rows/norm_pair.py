@@ -24,7 +24,7 @@ from atomc.kernels.triton.launch.launch import (
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import NORM
-from atomc.kernels.triton.rows.norm import MAX_COLUMNS
+from atomc.kernels.triton.rows.norm import MAX_COLUMNS, normed_dtype
 from atomc.kernels.triton.rows.norm_quant import store_norm
 from atomc.kernels.triton.rows.quant import Quantized, unquantizable
 from atomc.ops.norm import RMS_NORM_STYLES
@@ -230,8 +230,7 @@ class _One:
     keep: bool = True
 
     def __post_init__(self) -> None:
-        wide = torch.promote_types(self.x.dtype, self.weight.dtype)
-        dtype = wide if self.style == "after" else self.x.dtype
+        dtype = normed_dtype(self.x, self.weight, self.style)
         self.norm = (
             torch.empty_like(self.x, dtype=dtype) if self.keep else self.x.new_empty(0, dtype=dtype)
         )
@@ -294,7 +293,6 @@ def refuse_rms_norm_pair(
     y: Tensor,
     x_weight: Tensor,
     y_weight: Tensor,
-    eps: float,
     style: str = "after",
     **_: object,
 ) -> Refusal | None:
@@ -358,12 +356,12 @@ def rms_norm_pair_quant(
     keep_y: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     of_x = Quantized(x, x_scale, scheme, dtype, group, column_major, rounding)
+    of_y = None
+    y_codes = y.new_empty(0), y.new_empty(0)
+    if quantize_y:
+        of_y = Quantized(y, y_scale, scheme, dtype, group, column_major, rounding)
+        y_codes = of_y.codes, of_y.scales
     x_one = _One(x, x_weight, style, of_x, keep_x)
-    if not quantize_y:
-        y_one = _One(y, y_weight, style)
-        _launch(x_one, y_one, eps)
-        return of_x.codes, of_x.scales, y.new_empty(0), y.new_empty(0), x_one.norm, y_one.norm
-    of_y = Quantized(y, y_scale, scheme, dtype, group, column_major, rounding)
-    y_one = _One(y, y_weight, style, of_y, keep_y)
+    y_one = _One(y, y_weight, style, of_y, keep_y or not quantize_y)
     _launch(x_one, y_one, eps)
-    return of_x.codes, of_x.scales, of_y.codes, of_y.scales, x_one.norm, y_one.norm
+    return of_x.codes, of_x.scales, *y_codes, x_one.norm, y_one.norm

@@ -14,12 +14,11 @@ from atomc.kernels.checks import first_refusal
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
     begin,
-    inner_sizes,
     num_rows,
     overlap,
     register_limit,
+    row_layout,
     row_offset,
-    row_strides,
 )
 from atomc.kernels.triton.launch.tiles import NORM
 from atomc.kernels.triton.rows.norm import (
@@ -172,7 +171,7 @@ def _norm_quant(
     )
 
 
-def _launch(
+def quantized_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -185,7 +184,8 @@ def _launch(
     column_major: bool,
     rounding: str,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """add_rms_norm_quant; without a residual, the sum is x."""
     normed = normed_dtype(x, weight, style)
     out = Quantized(x, scale, scheme, dtype, group, column_major, rounding)
     total = None if residual is None else torch.empty_like(x)
@@ -201,11 +201,7 @@ def _launch(
             total,
             kept,
             rows,
-            *inner_sizes(x),
-            *row_strides(x),
-            *row_strides(residual),
-            *row_strides(total),
-            *row_strides(kept if keep else None),
+            *row_layout(x, residual, total, kept if keep else None),
             *out.steps,
             eps,
             NORMED=TRITON_DTYPE[normed],
@@ -218,7 +214,7 @@ def _launch(
             **overlap(x.device),
             **register_limit(x.device),
         )
-    return out.codes, out.scales, total, kept
+    return out.codes, out.scales, x if total is None else total, kept
 
 
 refuse_rms_norm_quant = first_refusal(unquantizable, refuse_rms_norm)
@@ -239,7 +235,7 @@ def rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, _, kept = _launch(
+    codes, scales, _, kept = quantized_norm(
         x, None, weight, eps, scale, style, scheme, dtype, group, column_major, rounding, keep
     )
     return codes, scales, kept
@@ -261,8 +257,6 @@ def add_rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    codes, scales, total, kept = _launch(
+    return quantized_norm(
         x, residual, weight, eps, scale, style, scheme, dtype, group, column_major, rounding, keep
     )
-    assert total is not None
-    return codes, scales, total, kept

@@ -18,11 +18,10 @@ from atomc import ops
 from atomc.kernels.checks import first_refusal, odd_group, too_wide, unknown
 from atomc.kernels.triton.launch.launch import (
     begin,
-    inner_sizes,
     num_rows,
     overlap,
+    row_layout,
     row_offset,
-    row_strides,
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import QUANT, QUANT_BLOCK
@@ -346,8 +345,7 @@ def _launch(x: Tensor, out: Quantized) -> tuple[Tensor, Tensor]:
             x,
             *out.pointers,
             rows,
-            *inner_sizes(x),
-            *row_strides(x),
+            *row_layout(x),
             *out.steps,
             D=x.shape[-1],
             **out.constants,

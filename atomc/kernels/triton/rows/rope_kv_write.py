@@ -193,20 +193,20 @@ def _launch_with_write(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    eps: float,
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-    norm: str,
     style: str,
-    normed: torch.dtype,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    norm: str = "",
 ) -> tuple[Tensor, Tensor]:
+    normed = q.dtype if q_weight is None else normed_dtype(q, q_weight, norm)
     q_out = empty_rows(q, cos, style, torch.promote_types(normed, cos.dtype))
     if k_rows := num_rows(k):
         (d1, q_heads), (_, k_heads) = inner_sizes(q), inner_sizes(k)
@@ -268,22 +268,7 @@ def rope_kv_write(
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
     return _launch_with_write(
-        q,
-        k,
-        v,
-        None,
-        None,
-        cos,
-        sin,
-        0.0,
-        k_cache,
-        v_cache,
-        slots,
-        k_scale,
-        v_scale,
-        "",
-        rope_style,
-        q.dtype,
+        q, k, v, cos, sin, k_cache, v_cache, slots, k_scale, v_scale, rope_style
     )
 
 
@@ -311,17 +296,16 @@ def qk_norm_rope_kv_write(
         q,
         k,
         v,
-        q_weight,
-        k_weight,
         cos,
         sin,
-        eps,
         k_cache,
         v_cache,
         slots,
         k_scale,
         v_scale,
-        norm_style,
         rope_style,
-        normed_dtype(q, q_weight, norm_style),
+        q_weight,
+        k_weight,
+        eps,
+        norm_style,
     )

@@ -298,10 +298,10 @@ def refuse_linear_w4a16(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    zeros: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     group: int,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, weight, weight_scale, bias)
@@ -330,10 +330,10 @@ def refuse_linear_mxfp4(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    x_scale: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, weight, weight_scale, bias)

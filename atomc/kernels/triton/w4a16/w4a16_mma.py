@@ -44,10 +44,10 @@ def refuse_linear_w4a16(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    zeros: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     group: int,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, weight, weight_scale, bias)
