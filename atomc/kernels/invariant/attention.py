@@ -102,4 +102,4 @@ def varlen_attention(
     if q.shape[0] == 0:
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
     cut = _tiling(q.shape[1] // k.shape[1], max(q.shape[2], v.shape[2]), q.element_size())
-    return packed.attend(q, k, v, query_start, scale, cut)
+    return varying.attend_packed(q, k, v, query_start, scale, cut, causal=False)

@@ -368,58 +368,20 @@ def attend(
     cut: Tiling,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-) -> Tensor:
-    """paged_attention of q [T, N, D] with the given tiling."""
-    into, lse = empty_splits(q, v_cache.shape[-1], cut.splits)
-    launch(
-        q,
-        k_cache,
-        v_cache,
-        into,
-        lse,
-        query_start,
-        seq_lens,
-        block_tables,
-        sinks,
-        scale,
-        window,
-        softcap,
-        cut,
-        k_scale,
-        v_scale,
-        block_size=v_cache.shape[1],
-    )
-    return into if lse is None else combined(into, lse, q.dtype)
-
-
-def launch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    into: Tensor,
-    lse: Tensor | None,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    cut: Tiling,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     *,
-    block_size: int | None,
+    packed: bool = False,
     causal: bool = True,
     k_rest: Tensor | None = None,
-) -> None:
-    """Launch the kernel. With `lse` [T, N, splits], fp32, it gets the logarithms in base 2 of the
-    softmax masses, -inf for a split without keys, and `into` [T, N, splits, D] the results of the
-    splits, uninitialized there; otherwise `into` [T, N, D] gets the result.
+    lse: Tensor | None = None,
+) -> Tensor:
+    """paged_attention of q [T, N, D] with the given tiling.
 
-    block_size  None: all keys of a sequence are in its first block
-    k_rest      the last columns of keys, where these are not in k_cache; it has its dtype
+    packed  all keys of a sequence are in its first block
+    k_rest  the last columns of keys, where these are not in k_cache; it has its dtype
+    lse     [T, N] in fp32, of one split: gets the logarithms in base 2 of the softmax masses
     """
+    into, of_splits = empty_splits(q, v_cache.shape[-1], cut.splits)
+    lse = of_splits if lse is None else lse
     num_rows, num_heads, width = q.shape
     if k_rest is None:
         first, _ = split_width(width)
@@ -451,7 +413,7 @@ def launch(
         *score_factors(scale, softcap),
         N=num_heads,
         GROUP=group,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=None if packed else v_cache.shape[1],
         OFFSET=offset_type(k_cache, k_rest, v_cache),
         WINDOW=window,
         SOFTCAP=softcap != 0.0,
@@ -463,30 +425,28 @@ def launch(
         **_tile_arguments(cut, width, k_rest.shape[-1], v_cache.shape[-1]),
         **overlap(q.device),
     )
+    return into if of_splits is None else combined(into, of_splits, q.dtype)
 
 
-def launch_packed(
+def attend_packed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
     query_start: Tensor,
     scale: float,
     cut: Tiling,
     *,
     causal: bool,
     k_rest: Tensor | None = None,
-) -> None:
-    """`launch` over the keys and values [T, K, ...] of the rows of q, for sequences without others;
+    lse: Tensor | None = None,
+) -> Tensor:
+    """`attend` over the keys and values [T, K, ...] of the rows of q, for sequences without others;
     cut has one split.
     """
-    launch(
+    return attend(
         q,
         _one_block_cache(k),
         _one_block_cache(v),
-        out,
-        lse,
         query_start,
         query_start.diff(),
         query_start[:-1, None],
@@ -495,11 +455,10 @@ def launch_packed(
         0,
         0.0,
         cut,
-        None,
-        None,
-        block_size=None,
+        packed=True,
         causal=causal,
         k_rest=None if k_rest is None else _one_block_cache(k_rest),
+        lse=lse,
     )
 
 
@@ -592,18 +551,15 @@ def refuse_paged_attention(
     **_: object,
 ) -> Refusal | None:
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    if reason := unfit(platform, q=q) or uncachable(
-        platform, scales, k_cache=k_cache, v_cache=v_cache
-    ):
-        return reason
-    if reason := no_bf16_products(platform, q.dtype) or unlike((q.dtype, *FP8), k_cache=k_cache):
-        return reason
-    if reason := odd_sequences(query_start, seq_lens, block_tables, scale):
-        return reason
-    width, group = max(k_cache.shape[-1], v_cache.shape[-1]), q.shape[-2] // k_cache.shape[-2]
-    if reason := too_wide(width, MAX_WIDTH, "heads"):
-        return reason
-    return crowded_group(group)
+    return (
+        unfit(platform, q=q)
+        or uncachable(platform, scales, k_cache=k_cache, v_cache=v_cache)
+        or no_bf16_products(platform, q.dtype)
+        or unlike((q.dtype, *FP8), k_cache=k_cache)
+        or odd_sequences(query_start, seq_lens, block_tables, scale)
+        or too_wide(max(k_cache.shape[-1], v_cache.shape[-1]), MAX_WIDTH, "heads")
+        or crowded_group(q.shape[-2] // k_cache.shape[-2])
+    )
 
 
 @ops.paged_attention.kernel(

@@ -8,7 +8,7 @@ from atomc import ops
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike, wrong_rank
 from atomc.kernels.triton.attention import attention as paged
 from atomc.kernels.triton.attention.attention import MAX_WIDTH
-from atomc.kernels.triton.attention.attention_tiles import Tiling, fitted_tiling, tiling
+from atomc.kernels.triton.attention.attention_tiles import fitted_tiling, tiling
 from atomc.kernels.triton.launch.launch import unfit
 from atomc.kernels.triton.launch.tiles import PAGED_PREFILL
 from atomc.ops.op import Refusal
@@ -18,24 +18,15 @@ from atomc.platform import Platform
 def refuse_varlen_attention(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float
 ) -> Refusal | None:
-    if reason := unfit(platform, q=q, k=k, v=v) or wrong_rank((3,), q=q, k=k, v=v):
-        return reason
-    if reason := no_bf16_products(platform, q.dtype) or unlike((q.dtype,), k=k, v=v):
-        return reason
-    if reason := paged.odd_numbers(scale, query_start=query_start):
-        return reason
-    if reason := too_wide(max(q.shape[-1], v.shape[-1]), MAX_WIDTH, "heads"):
-        return reason
-    return paged.crowded_group(q.shape[1] // k.shape[1])
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float, cut: Tiling
-) -> Tensor:
-    """varlen_attention with the given tiling."""
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    paged.launch_packed(q, k, v, out, None, query_start, scale, cut, causal=False)
-    return out
+    return (
+        unfit(platform, q=q, k=k, v=v)
+        or wrong_rank((3,), q=q, k=k, v=v)
+        or no_bf16_products(platform, q.dtype)
+        or unlike((q.dtype,), k=k, v=v)
+        or paged.odd_numbers(scale, query_start=query_start)
+        or too_wide(max(q.shape[-1], v.shape[-1]), MAX_WIDTH, "heads")
+        or paged.crowded_group(q.shape[1] // k.shape[1])
+    )
 
 
 @ops.varlen_attention.kernel(
@@ -58,4 +49,5 @@ def varlen_attention(
         rows,
         q.device,
     )._replace(splits=1)
-    return attend(q, k, v, query_start, scale, fitted_tiling(cut, widest, q.device))
+    cut = fitted_tiling(cut, widest, q.device)
+    return paged.attend_packed(q, k, v, query_start, scale, cut, causal=False)

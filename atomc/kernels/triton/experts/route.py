@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import too_wide, unknown, unlike, wrong_rank, wrong_result
 from atomc.kernels.triton.launch.launch import (
     begin,
@@ -19,6 +18,7 @@ from atomc.kernels.triton.launch.launch import (
     overlap,
     row_layout,
     row_offset,
+    scattered,
     unfit,
 )
 from atomc.kernels.triton.launch.tile_table import Tile
@@ -245,15 +245,13 @@ def refuse_linear_topk_route(
         or not_nvidia(platform)
         or unlike(FLOATS, x=x, weight=weight, linear_bias=linear_bias)
         or wrong_rank((2,), weight=weight)
+        or scattered(weight)
     )
     if reason:
         return reason
-    experts, hidden = weight.shape
-    if not isinstance(experts, int) or not known_equal(weight.stride(0), hidden):
-        return Refusal("layout", "the weight is not contiguous, or its size is dynamic")
     if logits_dtype not in (x.dtype, torch.float32):
         return Refusal("dtype", f"x is {x.dtype}, its logits are {logits_dtype}")
-    return _unroutable(experts, k, score, groups, group_score, dtype)
+    return _unroutable(len(weight), k, score, groups, group_score, dtype)
 
 
 def _logits(

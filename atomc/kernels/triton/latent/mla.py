@@ -412,12 +412,10 @@ def refuse_mla_kv_write(
     scale: Tensor | None = None,
     **_: object,
 ) -> Refusal | None:
-    if reason := unfit(platform, kv_c=kv_c, k_pe=k_pe) or uncachable(
-        platform, {"scale": scale}, kv_cache=kv_cache
-    ):
-        return reason
     return (
-        wrong_rank((2, 3), kv_c=kv_c)
+        unfit(platform, kv_c=kv_c, k_pe=k_pe)
+        or uncachable(platform, {"scale": scale}, kv_cache=kv_cache)
+        or wrong_rank((2, 3), kv_c=kv_c)
         or too_wide(kv_c.shape[-1], MAX_WIDTH, "a latent")
         or scattered_slots(slots)
         or scattered_blocks(kv_cache)

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import too_wide, unlike
+from atomc.kernels.checks import gapped, too_wide, unlike
 from atomc.kernels.triton.attention import attention as dense
 from atomc.kernels.triton.attention.attention import MAX_WIDTH
 from atomc.kernels.triton.attention.attention_tiles import fitted_tiling, tiling
@@ -110,11 +109,7 @@ def refuse_mla_paged_attention(
         )
         or unlike((q.dtype,), weight=weight)
         or too_wide(max(q.shape[-1], weight.shape[0] // q.shape[-2]), MAX_WIDTH, "heads")
-        or (
-            None
-            if known_equal(weight.stride(0), latent)
-            else Refusal("layout", "the weight is not contiguous")
-        )
+        or gapped(**{"the weight": weight})
     )
 
 
@@ -244,21 +239,19 @@ def _attend_new(
     apart = nope == triton.next_power_of_2(nope)
     if not apart:  # padded by themselves, they would have more columns in all
         k = torch.cat((k, k_rope), -1)
-    out = q.new_empty((tokens, heads, v.shape[-1]))
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     cut = tiling(
         tokens, seq_lens.shape[0], 1, heads, width, q.element_size(), tokens, q.device
     )._replace(splits=1)
-    dense.launch_packed(
+    out = dense.attend_packed(
         q,
         k,
         v,
-        out,
-        lse,
         query_start,
         scale,
         fitted_tiling(cut, width, q.device),
         causal=True,
         k_rest=k_rope if apart else None,
+        lse=lse,
     )
     return out, lse

@@ -177,9 +177,11 @@ def multiply(
 def refuse_linear(
     platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Refusal | None:
-    if reason := unfit(platform, x=x, weight=weight, bias=bias) or not_nvidia(platform):
-        return reason
-    if reason := unlike(HALVES, x=x, weight=weight, bias=bias):
+    if reason := (
+        unfit(platform, x=x, weight=weight, bias=bias)
+        or not_nvidia(platform)
+        or unlike(HALVES, x=x, weight=weight, bias=bias)
+    ):
         return reason
     n, k = weight.shape
     if not isinstance(n, int):

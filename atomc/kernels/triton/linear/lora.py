@@ -132,9 +132,11 @@ def refuse_lora_linear(
 ) -> Refusal | None:
     if rows is None or widths is None or scale != 1.0:
         return Refusal("argument", "written for adapters of rows, with the scale in b")
-    if reason := unfit(platform, y=y, x=x, a=a, b=b) or not_nvidia(platform):
-        return reason
-    if reason := unlike(FLOATS, y=y, x=x, a=a, b=b):
+    if reason := (
+        unfit(platform, y=y, x=x, a=a, b=b)
+        or not_nvidia(platform)
+        or unlike(FLOATS, y=y, x=x, a=a, b=b)
+    ):
         return reason
     if len(widths) > MAX_PARTS:
         return Refusal("shape", f"{len(widths)} merged layers: written for up to {MAX_PARTS}")

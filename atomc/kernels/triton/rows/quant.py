@@ -319,11 +319,9 @@ def unquantizable(
     **_: object,
 ) -> Refusal | None:
     """Refuse rows of x that `store_quantized` cannot quantize in this scheme."""
-    if reason := unfit(platform, **{name: x}):
+    if reason := unfit(platform, **{name: x}) or unknown(SCHEMES, scheme=scheme):
         return reason
     width = x.shape[-1]
-    if reason := unknown(SCHEMES, scheme=scheme):
-        return reason
     if scheme.startswith("fp8") and dtype not in FP8:
         return Refusal("dtype", f"fp8 dtype {dtype} is not one of {FP8}")
     if scheme == "fp8_group" and (reason := odd_group(group, 16)):
