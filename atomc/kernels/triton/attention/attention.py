@@ -23,7 +23,13 @@ from atomc.kernels.checks import no_bf16_products, too_wide, unlike
 from atomc.kernels.triton.attention.attention_tiles import Tiling, fitted_tiling, tiling
 from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
 from atomc.kernels.triton.attention.sequences import tokens_of
-from atomc.kernels.triton.launch.launch import dot_size, overlap, unfit
+from atomc.kernels.triton.launch.launch import (
+    dot_size,
+    let_next_start,
+    overlap,
+    unfit,
+    wait_for_last,
+)
 from atomc.kernels.triton.launch.tiles import PAGED_DECODE
 from atomc.kernels.triton.rows.kv_write import (
     byte_view,
@@ -196,8 +202,7 @@ def _attend(
     that a tile sees. REST: how many columns of q and k are multiplied after the first D.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     tile = tl.program_id(0)
@@ -338,10 +343,9 @@ def _attend(
             CODES,
         )
 
-        if PDL:
-            # Launched earlier, `combined` takes room from running programs. H200, 8 x 1,024
-            # keys, 8 splits: 18.3 us; here 14.4.
-            tl.extra.cuda.gdc_launch_dependents()
+        # Launched earlier, `combined` takes room from running programs. H200, 8 x 1,024
+        # keys, 8 splits: 18.3 us; here 14.4.
+        let_next_start(PDL)
         # A row that sees no key has the result 0, and the peak -inf.
         total = tl.where(total == 0.0, 1.0, total)
         acc = acc / total[:, None] * scale_of_numbers(v_scale, CODES)

@@ -38,26 +38,6 @@ _EMPTY_32 = tl.constexpr(EMPTY * 2**16 + 2**15)  # two of them
 
 
 @triton.jit
-def _rank_value(b0, b1, b2, b3, b4, b5, b6, b7, RANK: tl.constexpr):
-    value = b0
-    if RANK == 1:
-        value = b1
-    if RANK == 2:
-        value = b2
-    if RANK == 3:
-        value = b3
-    if RANK == 4:
-        value = b4
-    if RANK == 5:
-        value = b5
-    if RANK == 6:
-        value = b6
-    if RANK == 7:
-        value = b7
-    return value
-
-
-@triton.jit
 def _exchange(
     x_ptr,
     b0,
@@ -99,18 +79,18 @@ def _exchange(
     bits = tl.load(x_ptr + at, inside, 0.0).to(b0.dtype.element_ty, bitcast=True)
     bits = tl.where(bits == EMPTY, 0, bits)
     slot = (half * N * ROWS + row) * STRIDE
+    buffers = (b0, b1, b2, b3, b4, b5, b6, b7)
     if PUSH:
         for peer in tl.static_range(N):
             if peer != RANK:
-                buffer = _rank_value(b0, b1, b2, b3, b4, b5, b6, b7, peer)
-                tl.store(buffer + slot + RANK * ROWS * STRIDE + column, bits, inside)
+                tl.store(buffers[peer] + slot + RANK * ROWS * STRIDE + column, bits, inside)
         tl.debug_barrier()  # the compiler keeps these stores before the loop that waits
     if REDUCE:
         if ADD:
             residual = tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)
         if NORM:
             weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
-        own = _rank_value(b0, b1, b2, b3, b4, b5, b6, b7, RANK)
+        own = buffers[RANK]
         total = tl.zeros([BLOCK], tl.float32)
         for source in tl.static_range(N):
             if source == RANK:

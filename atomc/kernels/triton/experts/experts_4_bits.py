@@ -16,11 +16,10 @@ from atomc.kernels.triton.experts.grouped import (
     launch_pairs,
     pairs_of,
     store_pairs,
-    tile_of,
     weight_rows,
 )
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
-from atomc.kernels.triton.launch.launch import let_next_start, wait_for_last
+from atomc.kernels.triton.launch.launch import let_next_start, tile_of, wait_for_last
 from atomc.kernels.triton.launch.tile_table import FragmentTile
 from atomc.kernels.triton.launch.tiles import EXPERTS_FRAGMENTS
 from atomc.kernels.triton.w4a16.fragment_products import (

@@ -18,11 +18,10 @@ from atomc.kernels.triton.experts.grouped import (
     Codes,
     launch_pairs,
     store_pairs,
-    tile_of,
     weight_rows,
 )
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
-from atomc.kernels.triton.launch.launch import let_next_start, wait_for_last
+from atomc.kernels.triton.launch.launch import let_next_start, tile_of, wait_for_last
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_4_BITS
 from atomc.kernels.triton.w4a16.unpacking import (

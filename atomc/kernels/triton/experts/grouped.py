@@ -17,21 +17,9 @@ from torch import Tensor
 
 from atomc.kernels.triton.experts.expert_gate import activated
 from atomc.kernels.triton.experts.expert_sort import Routing
-from atomc.kernels.triton.launch.launch import let_next_start, overlap, wait_for_last
+from atomc.kernels.triton.launch.launch import let_next_start, overlap, tile_of, wait_for_last
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.ops.experts import Gate
-
-
-@triton.jit
-def tile_of(blocks, across, TALL: tl.constexpr):
-    """The number of the block of pairs, and that of the tile of weight rows, of this program."""
-    # Programs that run at the same time share a band of TALL blocks, so that their operands stay
-    # in the L2 cache.
-    program = tl.program_id(0)
-    top = program // (TALL * across) * TALL
-    height = tl.minimum(blocks - top, TALL)
-    inside_band = program % (TALL * across)
-    return top + inside_band % height, inside_band // height
 
 
 @triton.jit

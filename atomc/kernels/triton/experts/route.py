@@ -24,6 +24,7 @@ from atomc.kernels.triton.launch.launch import (
 from atomc.kernels.triton.launch.tile_table import Tile
 from atomc.kernels.triton.launch.tiles import LINEAR
 from atomc.kernels.triton.linear.linear import MAX_ROWS, multiply
+from atomc.kernels.triton.rows.activation import softplus
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.ops.route import GROUP_SCORES, SCORES
@@ -51,11 +52,7 @@ def _scored(x, SCORE: tl.constexpr):
     elif SCORE == "sigmoid":
         return tl.sigmoid(x)
     elif SCORE == "sqrt_softplus":
-        # log(1 + e), exact where 1 + e is rounded
-        e = tl.exp(tl.minimum(x, 20.0))
-        wide = 1.0 + e
-        log = tl.where(wide == 1.0, e, tl.log(wide) * tl.div_rn(e, tl.maximum(wide - 1.0, 1e-30)))
-        return tl.sqrt_rn(tl.where(x > 20.0, x, log))
+        return tl.sqrt_rn(softplus(x))
     else:
         return x
 

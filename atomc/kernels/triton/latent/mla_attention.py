@@ -22,7 +22,13 @@ from atomc.kernels.triton.attention.attention import LOG2_E, odd_sequences, offs
 from atomc.kernels.triton.attention.attention_tiles import MAX_SPLITS, has_room, multiprocessors
 from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
 from atomc.kernels.triton.attention.sequences import tokens_of
-from atomc.kernels.triton.launch.launch import dot_size, overlap, unfit
+from atomc.kernels.triton.launch.launch import (
+    dot_size,
+    let_next_start,
+    overlap,
+    unfit,
+    wait_for_last,
+)
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION, LATENT_ATTENTION_CODES
 from atomc.kernels.triton.rows.kv_write import (
     byte_view,
@@ -301,8 +307,7 @@ def _attend_latent(
     program's split of the rows of the cache that a tile sees.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     split = tl.program_id(2)
     tile = tl.program_id(0)
     if not BY_SEQUENCE:
@@ -361,8 +366,7 @@ def _attend_latent(
             CODES,
         )
 
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
+        let_next_start(PDL)
         # A row that sees no key has the result 0, and the peak -inf.
         total = tl.where(total == 0.0, 1.0, total)
         acc = acc / total[:, None] * scale_of_numbers(kv_scale, CODES)

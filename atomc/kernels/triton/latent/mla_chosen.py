@@ -23,6 +23,7 @@ from atomc.kernels.triton.latent.mla_attention import (
     launch_arguments,
     tiling,
 )
+from atomc.kernels.triton.launch.launch import let_next_start, wait_for_last
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
 from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, scale_of_numbers
 from atomc.ops.op import Refusal
@@ -83,8 +84,7 @@ def _attend_chosen(
     PDL: tl.constexpr,
 ):
     """TILE_HEADS heads of one token over this program's split of its chosen rows."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     row = tl.program_id(0)
     split = tl.program_id(2)
     s, position = sequence_of_row(row, query_start, seq_lens, num_sequences)
@@ -137,8 +137,7 @@ def _attend_chosen(
             BRANCHES,
         )
 
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     # A row that sees no key has the result 0, and the peak -inf.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None] * scale_of_numbers(kv_scale, CODES)

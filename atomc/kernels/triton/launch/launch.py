@@ -153,3 +153,15 @@ def row_offset(row, d1, d2, s0, s1, s2):
         + (outer % d1).to(tl.int64) * s1
         + (row % d2).to(tl.int64) * s2
     )
+
+
+@triton.jit
+def tile_of(down, across, TALL: tl.constexpr):
+    """The numbers, down and across, of the tile of this program."""
+    # Programs that run at the same time share a band of TALL tiles, so that their operands stay in
+    # the L2 cache.
+    program = tl.program_id(0)
+    top = program // (TALL * across) * TALL
+    height = tl.minimum(down - top, TALL)
+    inside_band = program % (TALL * across)
+    return top + inside_band % height, inside_band // height

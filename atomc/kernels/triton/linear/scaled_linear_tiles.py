@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal
-from atomc.kernels.triton.launch.launch import num_rows
+from atomc.kernels.triton.launch.launch import num_rows, tile_of
 from atomc.kernels.triton.launch.tiles import SCALED_LINEAR_BLOCK_TILES, SCALED_LINEAR_TILES
 from atomc.kernels.triton.linear.scaled_linear import (
     BLOCK,
@@ -44,14 +44,9 @@ def _tiles(
     BLOCK_K: tl.constexpr,
     TALL: tl.constexpr,
 ):
-    # Programs that run at the same time share a band of TALL tiles of x, so that their operands
-    # stay in the L2 cache.
-    program, across, down = tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
-    top = program // (TALL * across) * TALL
-    height = tl.minimum(down - top, TALL)
-    inside_band = program % (TALL * across)
-    first = inside_band // height * BLOCK_N
-    m = (top + inside_band % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    down, across = tile_of(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), TALL)
+    first = across * BLOCK_N
+    m = down * BLOCK_M + tl.arange(0, BLOCK_M)
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]

@@ -9,7 +9,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal, spell_shape
 from atomc.kernels.checks import unlike_shapes
 from atomc.kernels.triton.launch.launch import begin, overlap, unfit
-from atomc.kernels.triton.recurrent.ssm import softplus
+from atomc.kernels.triton.rows.activation import softplus
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import gapped, no_bf16_products, too_wide, unlike
 from atomc.kernels.triton.launch.launch import begin, dot_size, overlap, unfit
+from atomc.kernels.triton.rows.activation import softplus
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -25,15 +26,6 @@ MAX_STATE = 256
 # Not measured: rows of a sequence that are walked, numbers of the state in a program that walks,
 # tokens of a chunk, columns of a program that takes chunks.
 FEW, WALKED, CHUNK, COLUMNS = 8, 4096, 64, 64
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)), exact where 1 + exp(x) is rounded; x in fp32."""
-    e = tl.exp(tl.minimum(x, 20.0))
-    wide = 1.0 + e
-    log = tl.where(wide == 1.0, e, tl.log(wide) * tl.div_rn(e, tl.maximum(wide - 1.0, 1e-30)))
-    return tl.where(x > 20.0, x, log)
 
 
 @triton.jit

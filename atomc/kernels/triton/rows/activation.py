@@ -47,6 +47,15 @@ def gelu_tanh(x):
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + exp(x)), exact where 1 + exp(x) is rounded; x in fp32."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    wide = 1.0 + e
+    log = tl.where(wide == 1.0, e, tl.log(wide) * tl.div_rn(e, tl.maximum(wide - 1.0, 1e-30)))
+    return tl.where(x > 20.0, x, log)
+
+
+@triton.jit
 def _gated(
     gate_ptr,
     up_ptr,
