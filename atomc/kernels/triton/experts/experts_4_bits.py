@@ -301,16 +301,14 @@ def _both_products(
 
 
 def refuse_int4_types(
-    x: Tensor, w13_scale: Tensor, w2_scale: Tensor, *, group: int, **_: object
+    x: Tensor, w13_scale: Tensor, w2_scale: Tensor, **_: object
 ) -> Refusal | None:
-    return (
-        unlike(HALVES, x=x)
-        or unlike((x.dtype,), w13_scale=w13_scale, w2_scale=w2_scale)
-        or other_group(group)
-    )
+    return unlike(HALVES, x=x) or unlike((x.dtype,), w13_scale=w13_scale, w2_scale=w2_scale)
 
 
-refuse_moe_experts_w4a16 = first_refusal(unfit, refuse_int4_types, unreadable, scattered)
+refuse_moe_experts_w4a16 = first_refusal(
+    unfit, refuse_int4_types, other_group, unreadable, scattered
+)
 
 
 @ops.moe_experts_w4a16.kernel(

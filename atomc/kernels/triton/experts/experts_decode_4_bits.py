@@ -33,15 +33,12 @@ def refuse_int4_types(
     w2_scale: Tensor,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    *,
-    group: int,
     **_: object,
 ) -> Refusal | None:
     return (
         unlike(FLOATS, x=x)
         or unlike(FLOATS, w13_scale=w13_scale, w2_scale=w2_scale)
         or unlike(FLOATS, b13=b13, b2=b2)
-        or other_group(group)
     )
 
 
@@ -49,7 +46,7 @@ def refuse_int4_types(
     "triton",
     tokens=FEW,
     limit=up_to_half,
-    refuses=first_refusal(refuse_more_tokens, unfit, refuse_int4_types, scattered),
+    refuses=first_refusal(refuse_more_tokens, unfit, refuse_int4_types, other_group, scattered),
     tuned_for=ARCHS,
 )
 def moe_experts_w4a16(

@@ -180,17 +180,18 @@ def _sum_of_experts(
 
 
 def refuse_int4_types(
-    x: Tensor, w13_scale: Tensor, w2_scale: Tensor, *, group: int, **_: object
+    x: Tensor, w13_scale: Tensor, w2_scale: Tensor, **_: object
 ) -> Refusal | None:
     return (
         unlike(FLOATS, x=x)
         or unlike(FLOATS, w13_scale=w13_scale)
         or unlike(FLOATS, w2_scale=w2_scale)
-        or other_group(group)
     )
 
 
-refuse_moe_experts_w4a16 = first_refusal(unfit, refuse_int4_types, unreadable, scattered)
+refuse_moe_experts_w4a16 = first_refusal(
+    unfit, refuse_int4_types, other_group, unreadable, scattered
+)
 
 
 @ops.moe_experts_w4a16.kernel(

@@ -273,13 +273,6 @@ def _rope(
         )
 
 
-def warps_of(rows_a_program: int) -> int:
-    # H200, qk_norm_rope_kv_write of 48 heads of 128, us with a warp per 1 / 2 / 4 rows: 1 token 2.2
-    # / 2.0 / 1.7, 64 tokens 2.4 / 2.2 / 2.0, 1,024 tokens 10.3 / 9.3 / 9.3, 65,536 tokens 517 / 416
-    # / 397.
-    return rows_a_program // 4
-
-
 def table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
     """The strides of a table for the rows of x, zero where it is broadcast."""
     strides = [0] * (x.dim() - table.dim())
@@ -310,7 +303,10 @@ def launch_arguments(
     return {
         "STYLE": style,
         "ROWS": rows_a_program,
-        "num_warps": warps_of(rows_a_program),
+        # H200, qk_norm_rope_kv_write of 48 heads of 128, us with a warp per 1 / 2 / 4 rows: 1 token
+        # 2.2 / 2.0 / 1.7, 64 tokens 2.4 / 2.2 / 2.0, 1,024 tokens 10.3 / 9.3 / 9.3, 65,536 tokens
+        # 517 / 416 / 397.
+        "num_warps": rows_a_program // 4,
         **cut_rows(x, cos, style),
         **overlap(x.device),
     }

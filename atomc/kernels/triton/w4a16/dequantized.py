@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import unlike, wrong_result
+from atomc.kernels.checks import first_refusal, unlike, wrong_result
 from atomc.kernels.triton.w4a16.unpacking import (
     MAX_ROWS,
     code_words,
@@ -24,7 +24,6 @@ from atomc.kernels.triton.w4a16.unpacking import (
 )
 from atomc.ops.formats import HALVES, NVFP4_GROUP
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 MANY = ops.Tokens(MAX_ROWS + 1)
 
@@ -88,24 +87,13 @@ def dequantized(
     return out
 
 
-def refuse_linear_w4a16(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    group: int,
-    **_: object,
-) -> Refusal | None:
-    return (
-        unfit(platform, weight, weight_scale, bias)
-        or unlike(HALVES, x=x, bias=bias)
-        or other_group(group)
-    )
+def refuse_int4_types(x: Tensor, bias: Tensor | None = None, **_: object) -> Refusal | None:
+    return unlike(HALVES, x=x, bias=bias)
 
 
-@ops.linear_w4a16.kernel("triton", tokens=MANY, refuses=refuse_linear_w4a16)
+@ops.linear_w4a16.kernel(
+    "triton", tokens=MANY, refuses=first_refusal(unfit, refuse_int4_types, other_group)
+)
 def linear_w4a16(
     x: Tensor,
     weight: Tensor,
@@ -118,25 +106,17 @@ def linear_w4a16(
     return F.linear(x, dequantized(weight, weight_scale, zeros, group, x.dtype), bias)
 
 
-def refuse_linear_mxfp4(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    **_: object,
+def refuse_mxfp4_types(
+    x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype, **_: object
 ) -> Refusal | None:
     return (
-        unfit(platform, weight, weight_scale, bias)
-        or unlike((torch.bfloat16, torch.uint8), x=x)  # uint8: packed e2m1
+        unlike((torch.bfloat16, torch.uint8), x=x)  # uint8: packed e2m1
         or wrong_result((torch.bfloat16,), out_dtype)
         or unlike((out_dtype,), bias=bias)
     )
 
 
-@ops.linear_mxfp4.kernel("triton", tokens=MANY, refuses=refuse_linear_mxfp4)
+@ops.linear_mxfp4.kernel("triton", tokens=MANY, refuses=first_refusal(unfit, refuse_mxfp4_types))
 def linear_mxfp4(
     x: Tensor,
     weight: Tensor,
@@ -151,22 +131,11 @@ def linear_mxfp4(
     return F.linear(x, dequantized(code_words(weight), weight_scale, None, 32, out_dtype), bias)
 
 
-def refuse_linear_nvfp4(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None = None,
-) -> Refusal | None:
-    return (
-        unfit(platform, weight, weight_scale, bias)
-        or unlike(HALVES, x=x)
-        or unlike((x.dtype,), bias=bias)
-    )
+def refuse_nvfp4_types(x: Tensor, bias: Tensor | None = None, **_: object) -> Refusal | None:
+    return unlike(HALVES, x=x) or unlike((x.dtype,), bias=bias)
 
 
-@ops.linear_nvfp4.kernel("triton", tokens=MANY, refuses=refuse_linear_nvfp4)
+@ops.linear_nvfp4.kernel("triton", tokens=MANY, refuses=first_refusal(unfit, refuse_nvfp4_types))
 def linear_nvfp4(
     x: Tensor,
     weight: Tensor,

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import no_fp8_products, unlike, wrong_result
+from atomc.kernels.checks import first_refusal, no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
     int64_view,
@@ -293,25 +293,15 @@ def _number(x: Tensor) -> tl.dtype:
     return tl.bfloat16 if x.device.type == "cuda" else tl.float32
 
 
-def refuse_linear_w4a16(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    group: int,
-    **_: object,
-) -> Refusal | None:
-    return (
-        unfit(platform, weight, weight_scale, bias)
-        or unlike(FLOATS, x=x)
-        or unlike(FLOATS, weight_scale=weight_scale)
-        or other_group(group)
-    )
+def refuse_int4_types(x: Tensor, weight_scale: Tensor, **_: object) -> Refusal | None:
+    return unlike(FLOATS, x=x) or unlike(FLOATS, weight_scale=weight_scale)
 
 
-@ops.linear_w4a16.kernel("triton", refuses=refuse_linear_w4a16, tuned_for=LINEAR_W4A16.archs)
+@ops.linear_w4a16.kernel(
+    "triton",
+    refuses=first_refusal(unfit, refuse_int4_types, other_group),
+    tuned_for=LINEAR_W4A16.archs,
+)
 def linear_w4a16(
     x: Tensor,
     weight: Tensor,
@@ -325,26 +315,20 @@ def linear_w4a16(
     return multiply(x, weight, weight_scale, zeros, None, bias, group, x.dtype, tile)
 
 
-def refuse_linear_mxfp4(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    **_: object,
+def refuse_mxfp4_types(
+    platform: Platform, x: Tensor, *, out_dtype: torch.dtype, **_: object
 ) -> Refusal | None:
     return (
-        unfit(platform, weight, weight_scale, bias)
         # Not float16, which cannot represent all scales. uint8: packed e2m1.
-        or unlike((torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8), x=x)
+        unlike((torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8), x=x)
         or wrong_result(FLOATS, out_dtype)
         or no_fp8_products(platform, x.dtype)
     )
 
 
-@ops.linear_mxfp4.kernel("triton", refuses=refuse_linear_mxfp4, tuned_for=LINEAR_MXFP4.archs)
+@ops.linear_mxfp4.kernel(
+    "triton", refuses=first_refusal(unfit, refuse_mxfp4_types), tuned_for=LINEAR_MXFP4.archs
+)
 def linear_mxfp4(
     x: Tensor,
     weight: Tensor,
@@ -358,18 +342,13 @@ def linear_mxfp4(
     return multiply(x, code_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)
 
 
-def refuse_linear_nvfp4(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None = None,
-) -> Refusal | None:
-    return unfit(platform, weight, weight_scale, bias) or unlike(FLOATS, x=x)
+def refuse_nvfp4_types(x: Tensor, **_: object) -> Refusal | None:
+    return unlike(FLOATS, x=x)
 
 
-@ops.linear_nvfp4.kernel("triton", refuses=refuse_linear_nvfp4, tuned_for=LINEAR_NVFP4.archs)
+@ops.linear_nvfp4.kernel(
+    "triton", refuses=first_refusal(unfit, refuse_nvfp4_types), tuned_for=LINEAR_NVFP4.archs
+)
 def linear_nvfp4(
     x: Tensor,
     weight: Tensor,

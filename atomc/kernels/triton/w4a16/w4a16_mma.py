@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import unlike, unsupported, wrong_result
+from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
 from atomc.kernels.triton.launch.launch import num_rows
 from atomc.kernels.triton.launch.tiles import LINEAR_4_BITS
 from atomc.kernels.triton.w4a16 import strip_values, w4a16_mma_pair, w4a16_mma_rows
@@ -25,41 +25,28 @@ from atomc.kernels.triton.w4a16.fragments import (
 from atomc.kernels.triton.w4a16.unpacking import other_group, unfit
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 # Up to this number of rows of x. us, unpacked in registers / to memory, 192 and 256 rows:
 # 4096->4096 25 / 28, 25 / 25, 4096->24576 103 / 133, 97 / 141, 2048->5120 21 / 17, 22 / 17.
 MAX_ROWS = 256
 
 
-def _no_strips(weight: Tensor) -> Refusal | None:
+def _no_strips(weight: Tensor, **_: object) -> Refusal | None:
     rows = weight.shape[0]
     if rows % STRIP.value == 0:
         return None
     return Refusal("shape", f"the weight has {rows} rows: written for multiples of {STRIP.value}")
 
 
-def refuse_linear_w4a16(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    group: int,
-    **_: object,
+def refuse_int4_types(
+    x: Tensor, weight_scale: Tensor, bias: Tensor | None = None, **_: object
 ) -> Refusal | None:
-    return (
-        unfit(platform, weight, weight_scale, bias)
-        or unlike(HALVES, x=x, weight_scale=weight_scale, bias=bias)
-        or other_group(group)
-        or _no_strips(weight)
-    )
+    return unlike(HALVES, x=x, weight_scale=weight_scale, bias=bias)
 
 
 @ops.linear_w4a16.kernel(
     "triton",
-    refuses=refuse_linear_w4a16,
+    refuses=first_refusal(unfit, refuse_int4_types, other_group, _no_strips),
     prepare={"weight": int4_fragments, "weight_scale": packed_groups, "zeros": packed_groups},
     attributes=("group",),
     tuned_for=LINEAR_4_BITS.archs,
@@ -81,29 +68,25 @@ def linear_w4a16(
     return F.linear(x, strip_values.unpacked(*stored, group, x.shape[-1], x.dtype), bias)
 
 
-def refuse_linear_mxfp4(
-    platform: Platform,
+def refuse_mxfp4_types(
     x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
     x_scale: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
+    **_: object,
 ) -> Refusal | None:
     taken = (torch.bfloat16,)  # fp16 cannot represent all scales
     return (
-        unfit(platform, weight, weight_scale, bias)
-        or unsupported("the kernel for 16-bit rows", x_scale=x_scale)
+        unsupported("the kernel for 16-bit rows", x_scale=x_scale)
         or unlike(taken, x=x, bias=bias)
         or wrong_result(taken, out_dtype)
-        or _no_strips(weight)
     )
 
 
 @ops.linear_mxfp4.kernel(
     "triton",
-    refuses=refuse_linear_mxfp4,
+    refuses=first_refusal(unfit, refuse_mxfp4_types, _no_strips),
     prepare={"weight": e2m1_fragments, "weight_scale": raised_exponents},
     tuned_for=LINEAR_4_BITS.archs,
 )
