@@ -288,8 +288,7 @@ def launch_pairs(
     x, bias  [T, K], or [P, K] with a row per pair, contiguous rows; [E, rows], likewise
     weight   the kernel's arguments between x and the bias
     strides  its arguments behind the stride of x
-    tile     BLOCK_M pairs, BLOCK_N rows of weight (of gate and up together), and others of the
-             kernel
+    tile     BLOCK_M pairs, BLOCK_N rows of weight (of gate and up together), and the like
     """
     n = rows if gate is None else rows // 2
     out = x.new_empty((pairs, n), dtype=out_dtype)

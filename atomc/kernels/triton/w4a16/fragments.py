@@ -33,7 +33,7 @@ _CHUNK = 2**22  # words that are reordered at a time, which takes some 60 bytes 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def _of_experts(weight: Tensor) -> Tensor:
+def _expert_strips(weight: Tensor) -> Tensor:
     """[E, N, ...]; of a matrix [N, ...] each strip is an expert of its own."""
     return weight.unflatten(0, (-1, STRIP.value)) if weight.dim() == 2 else weight
 
@@ -64,7 +64,7 @@ def _reordered(
     pair: Callable[[Tensor, Tensor, int], Tensor],
 ) -> Prepared:
     """Some experts at a time: their codes take many times the memory of their words."""
-    packed = _of_experts(packed)
+    packed = _expert_strips(packed)
     experts = max(1, _CHUNK // max(1, packed[0].numel()))
     starts = range(0, len(packed), experts)
     parts = [_packed_parts(unpack(packed[start : start + experts]), pair) for start in starts]
@@ -118,7 +118,7 @@ def packed_groups(values: Tensor, group: int = 32) -> Prepared:
     """Integers [E, strips, parts, STRIP] of scales of 16 bits or codes of 8 [E, N, K/group]: those
     of a row and part, one to four, are one integer, the first in its lowest bits.
     """
-    groups, values = PART // group, _of_experts(values)
+    groups, values = PART // group, _expert_strips(values)
     padded = F.pad(values, (0, -values.shape[-1] % groups)).contiguous()
     return Prepared((_strip_order(padded.view(_INTEGERS[groups * values.itemsize])),))
 
