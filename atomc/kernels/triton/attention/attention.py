@@ -467,9 +467,7 @@ def attend_packed(
 
 
 def _one_block_cache(x: Tensor) -> Tensor:
-    """A cache whose block of a sequence starts at its first row of x, and has room for any number
-    of tokens.
-    """
+    """A cache in which a sequence's block starts at its first row of x, and has room for all."""
     return x.as_strided((x.shape[0], 1, *x.shape[1:]), (x.stride(0), *x.stride()))
 
 
