@@ -64,6 +64,12 @@ def pytest_addoption(parser):
         help="draws the cases of kernel_grid.py, and the cases and tests of covering.py, that run",
     )
     parser.addoption(
+        "--rotation",
+        type=int,
+        default=4,
+        help="tests marked rotating run at one change in so many, drawn by --grid-seed; 1 runs all",
+    )
+    parser.addoption(
         "--third",
         type=int,
         choices=range(3),
@@ -88,8 +94,9 @@ def pytest_report_header(config):
 
 @pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
 def pytest_collection_modifyitems(config, items):
-    seed_of_run = config.option.grid_seed
-    for item in cases_left_out(items, seed_of_run) + rotating_left_out(items, seed_of_run):
+    option = config.option
+    left_out = cases_left_out(items, option.grid_seed)
+    for item in left_out + rotating_left_out(items, option.grid_seed, option.rotation):
         item.add_marker(pytest.mark.slow)
     third = config.option.third
     if third is not None:  # of each file, so that no subject is left out

@@ -4,8 +4,9 @@ run under `make test-all`.
 covering   of the cases of a test, fixed: few in which all values of its parameters occur, and from
            three parameters on all pairs of values; of a test with one parameter, the first case.
            Drawn by --grid-seed: one of the others. A new case needs no entry.
-rotating   a test, or what remains of its cases, at one change in ROTATION, drawn by --grid-seed:
-           for tests of what other, shorter ones test in parts.
+rotating   a test, or what remains of its cases, at one change in --rotation, drawn by --grid-seed:
+           for tests of what other, shorter ones test in parts. Those of an xdist_group, which share
+           a fixture, are drawn together.
 """
 
 import random
@@ -13,17 +14,20 @@ from itertools import combinations
 
 import pytest
 
-ROTATION = 3
 
-
-def rotating_left_out(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
-    """The tests marked `rotating` that do not run per change."""
+def rotating_left_out(items: list[pytest.Item], seed: int, rotation: int) -> list[pytest.Item]:
+    """The tests marked `rotating` that do not run at this change."""
     return [
         item
         for item in items
         if item.get_closest_marker("rotating")
-        and random.Random(f"{seed} {function_id(item)}").randrange(ROTATION)
+        and random.Random(f"{seed} {_drawn_as(item)}").randrange(rotation)
     ]
+
+
+def _drawn_as(item: pytest.Item) -> str:
+    group = item.get_closest_marker("xdist_group")
+    return str(group.args[0]) if group else function_id(item)
 
 
 def function_id(item: pytest.Item) -> str:

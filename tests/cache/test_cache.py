@@ -463,6 +463,7 @@ def said(running):
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.rotating
 def test_a_new_process_compiles_nothing(tmp_path):
     cold = said(process(tmp_path, "1"))
     built = set((tmp_path / "inductor").rglob("*.so"))

@@ -208,6 +208,7 @@ def ids() -> Tensor:
 
 
 # Per change, tests/passes/chains/test_counts.py has mistral.
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "checkpoint", [per_change(kind, now=kind == "qwen3") for kind in sorted(KINDS)], indirect=True
 )
@@ -224,6 +225,7 @@ def test_compiled_logits_in_fp32_are_those_of_transformers(
         assert (ours(ids[:length]) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "checkpoint", [per_change(kind, now=kind == "qwen3") for kind in sorted(KINDS)], indirect=True
 )
@@ -277,6 +279,7 @@ def test_compiled_logits_in_bf16_are_as_good_as_those_of_transformers(
     assert_as_good_as_transformers_in_bf16(ours, theirs, truth)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "checkpoint", [per_change(kind, now=kind == "qwen3") for kind in sorted(KINDS)], indirect=True
 )

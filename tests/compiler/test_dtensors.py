@@ -78,6 +78,7 @@ MODELS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in ranks.SLOW)) for name in MODELS],
@@ -116,6 +117,7 @@ def test_each_sum_joins_the_norm_behind_it(name: str, gathers: int, runs: Runs) 
     assert ops.get("all_gather", 0) == gathers
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "linears"),
     [
@@ -171,6 +173,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", BLOCKS)
 def test_layouts_of_a_block(name: str, runs: Runs) -> None:
     for result in runs(name):
@@ -200,6 +203,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_compiled_is_said_with_what_to_do(name: str, runs: Runs) -> None:
     for result in runs(name):

@@ -48,6 +48,7 @@ def generated(model, ids, **kwargs):
     )
 
 
+@pytest.mark.rotating
 def test_generate_with_a_compiled_forward_gives_the_tokens_of_eager(model, ids) -> None:
     expected = generated(model, ids, disable_compile=True)
     before = atomc.reports()
@@ -58,6 +59,7 @@ def test_generate_with_a_compiled_forward_gives_the_tokens_of_eager(model, ids) 
     assert len(reports) <= 3, "a graph for the prompt and one for a token, not one per token"
 
 
+@pytest.mark.rotating
 def test_the_cache_is_written_in_place_and_never_copied(model, ids) -> None:
     model.forward = torch.compile(model.forward, backend="atom", options={"glue": "eager"})
     generated(model, ids, disable_compile=True)

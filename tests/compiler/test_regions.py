@@ -197,6 +197,7 @@ def test_a_prepared_stock_model_computes_what_an_unprepared_one_does_from_one_la
     same_sites(last(), without)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("depth", [2, 7])
 def test_the_program_of_a_model_is_traced_from_one_layer_and_the_classes_stay_as_they_were(
     depth: int,
@@ -221,6 +222,7 @@ def test_the_program_of_a_model_is_traced_from_one_layer_and_the_classes_stay_as
     ) == before
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss"])
 def test_layers_with_and_without_a_window_are_two_kinds(model_type: str) -> None:
     report = atomc.explain(wrap_stock(stock(model_type, 5)), IDS[0], torch.arange(33))
@@ -248,6 +250,7 @@ def test_a_first_layer_of_another_kind_is_traced_beside_the_others() -> None:
     ]
 
 
+@pytest.mark.rotating
 def test_explaining_traces_one_layer_and_names_each() -> None:
     report = atomc.explain(ours(12))
     assert traced(report) == ["1 layer traced, 12 inlined"]
@@ -258,6 +261,7 @@ def test_explaining_traces_one_layer_and_names_each() -> None:
     assert linears == {None: 1, **dict.fromkeys(range(12), 7)}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dynamic", [None, True, False])
 def test_a_prepared_model_works_for_every_number_of_tokens(dynamic: bool | None) -> None:
     model = atomc.prepare(ours(4))
@@ -321,6 +325,7 @@ def test_another_eps_in_one_layer_is_seen_under_dynamic_shapes() -> None:
     torch.testing.assert_close(ours_now, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
 
 
+@pytest.mark.rotating
 def test_inductor_gets_no_region_that_takes_python_floats() -> None:
     model = atomc.prepare(ours(2))
     disabled = torch.compile(model, backend="atom", dynamic=True, options={"disable": True})
@@ -499,6 +504,7 @@ def test_only_repeated_modules_with_parameters_are_layers_and_none_inside_anothe
     assert regions.repeated_layers(model) == [*model.blocks, *model.inner.layers]
 
 
+@pytest.mark.rotating
 def test_gradients_flow_through_a_prepared_model() -> None:
     model = regions.unprepare(atomc.prepare(stack()))
     atomc.prepare(model).requires_grad_(True)

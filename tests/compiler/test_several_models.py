@@ -103,6 +103,7 @@ DEEPSEEK = dict(
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("second", ["Gemma2", pytest.param("DeepseekV3", marks=pytest.mark.slow)])
 def test_three_stock_models_in_one_process_generate_what_each_does_alone_also_after_a_refused_one(
     second: str,
@@ -190,6 +191,7 @@ SHARING_CODE = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "kind, dynamic, prepared",
     [
@@ -250,6 +252,7 @@ def floats_made_inputs(model: nn.Module, args: tuple[Tensor, ...]) -> list[str]:
     return found
 
 
+@pytest.mark.rotating
 def test_a_program_that_the_runtime_compiles_leaves_nothing_for_the_next_compile_of_a_user() -> (
     None
 ):

@@ -161,6 +161,7 @@ def test_in_mode_2_decode_steps_are_captured_and_nothing_is_compiled_ahead(vllm,
     assert os.environ["VLLM_USE_AOT_COMPILE"] == "0"
 
 
+@pytest.mark.rotating
 def test_a_model_traced_once_without_guards_serves_any_number_of_tokens(vllm, monkeypatch):
     monkeypatch.setenv("ATOMC_GLUE", "eager")
     for op in (vllm.ops.rms_norm, vllm.ops.fused_add_rms_norm):

@@ -42,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_processes_compute_the_logits_of_one(case, folder):
     size, tied = case
@@ -57,6 +58,7 @@ def test_two_processes_compute_the_logits_of_one(case, folder):
         assert first["ops"].items() >= {"allreduce_rms_norm": 1, "all_gather": 1}.items()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_processes_find_the_largest_logit_from_their_largest_ones(dtype, folder):
     whole = some_logits(dtype)
@@ -138,6 +140,7 @@ LLAMA = {
 }
 
 
+@pytest.mark.rotating
 def test_a_served_model_compiles_for_any_rows_of_logits_under_one_key_on_all_ranks():
     parts = []
     for rank in (0, 1):

@@ -155,6 +155,7 @@ SERVED = [
 FAST = [("stock", "deepseek_v32", CHUNKS)]
 
 
+@pytest.mark.rotating
 @pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize(
     ("whose", "name", "settings"),
@@ -174,6 +175,7 @@ def test_chunks_ragged_batches_and_a_shared_prefix_give_the_text_that_transforme
     assert num_cached == (5 * 32 if settings == CHUNKS else 0)
 
 
+@pytest.mark.rotating
 def test_a_served_model_reads_the_chosen_keys_only_where_there_are_more(tmp_path: Path) -> None:
     model = theirs("deepseek_v32")
     model.save_pretrained(tmp_path)
@@ -196,6 +198,7 @@ def test_a_served_model_reads_the_chosen_keys_only_where_there_are_more(tmp_path
     assert ((few - exact)[TOPK + 5 :].abs().amax(-1) > 0.01 * exact.abs().max()).all()
 
 
+@pytest.mark.rotating
 def test_an_fp8_cache_keeps_codes_of_the_keys_and_a_scale_each(tmp_path: Path) -> None:
     kind, config = KINDS["deepseek_v32, short"]
     theirs_of(kind, **config | ONE_LAYER).save_pretrained(tmp_path)
@@ -293,6 +296,7 @@ def test_on_a_gpu_each_step_runs_in_kernels_that_a_graph_can_capture(tmp_path: P
 WIDE_INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("machine", "options", "quantized", "provider"),
     [

@@ -81,6 +81,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 # ---- Models
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("name", "layers"),
     [

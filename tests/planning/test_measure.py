@@ -81,6 +81,7 @@ def test_views_come_along_so_that_halves_of_a_tensor_stay_neighbours(lowered):
     assert piece(packed)[0].shape == (3, SMALL["intermediate_size"])
 
 
+@pytest.mark.rotating
 def test_a_plan_of_this_machine_shows_measured_beside_predicted(lowered):
     found = measure_step(lowered.model, Workload(2, 2, 16), options={"glue": "eager"})
     assert found.total("timed") > 0 and "measured us" in found.to_text()

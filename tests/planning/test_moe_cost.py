@@ -222,6 +222,7 @@ def qwen3_moe(tmp_path_factory):
     return model, platform, compile_for(model, platform)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 def test_a_plan_of_a_mixture_counts_the_experts_that_its_tokens_hit(qwen3_moe, tokens):
     model, platform, program = qwen3_moe
@@ -255,6 +256,7 @@ def tiny():
     return compile_model(model, {"glue": "eager"}, Platform.named("h200")).report
 
 
+@pytest.mark.rotating
 def test_the_report_shows_router_experts_scheme_and_kernels_by_tokens(tiny):
     assert [layer.layer for layer in tiny.moe] == [1, 2]
     text = tiny.to_text()
@@ -281,6 +283,7 @@ def test_neighbouring_ranges_of_one_kernel_are_one():
     assert kernels_by_tokens(choices[1:2]) == [("17 to 128", "triton")]
 
 
+@pytest.mark.rotating
 def test_the_page_lists_mixtures_and_evaluates_their_formula(tiny):
     page = tiny.to_html()
     section = page.partition("Mixtures of experts</h3>")[2].partition("</section>")[0]

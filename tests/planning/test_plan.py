@@ -113,6 +113,7 @@ def lines_of(found, op):
 # Times
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "scheme", "batches"),
     [
@@ -283,6 +284,7 @@ def weights_of(devices, size=2):
     return size * linears + 2 * (2 * VOCABULARY // devices * WIDTH + norms)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("devices", [1, 4])
 def test_weights_and_cache_of_a_device_are_those_counted_by_hand(planned, devices):
     memory = planned("h200", devices=devices).memory
@@ -374,6 +376,7 @@ def test_a_model_of_transformers_is_cut_by_its_own_plan(folder):
 # Machines and numbers
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "platform, dtype", [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)]
 )
@@ -604,6 +607,7 @@ def test_collectives_of_draft_steps_are_counted(folder):
     assert two.communication.sent - without.communication.sent == rows + logits
 
 
+@pytest.mark.rotating
 def test_the_command_plans_a_draft_layer_or_says_why_not(folder, capsys):
     path = str(folder(LATENT | {"num_hidden_layers": 1}))
     given = [path, "--platform", "h200", "--sequences", "4", "--speculative", "mtp"]

@@ -87,6 +87,7 @@ def test_a_plan_says_where_collectives_stand_and_what_their_links_need(found):
     assert "behind" in text and "ms at 450.0 GB/s (not in the time)" in text
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_experts_of_a_plan_are_summed_and_cut(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))

@@ -21,6 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rotating
 def test_each_stage_has_its_layers_bytes_and_time(folder: Path, capsys: Any) -> None:
     assert main(["explain", str(folder), *ASKED, "--pp", "2", "--json"]) == 0
     [report] = json.loads(capsys.readouterr().out)

@@ -85,6 +85,7 @@ def counts(program: Program) -> dict[str, Counter[str]]:
 # Recognition
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("scheme", "name", "whose", "layers"),
     [
@@ -215,6 +216,7 @@ def test_with_a_kernel_the_first_product_is_in_the_format_of_the_models_activati
     assert least < sqnr(expected, found) < 60
 
 
+@pytest.mark.rotating
 def test_a_latent_cache_in_fp8_has_an_sqnr_of_30_decibels_and_its_logits_of_20(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -293,6 +295,7 @@ def test_on_a_gpu_each_layer_multiplies_queries_in_eight_or_four_bits_and_writes
     assert "257 and more" in of_range and len(of_range) > 1
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("off", [per_change(False, now=False), ["*layers.0*"]], ids=str)
 def test_the_product_in_eight_bits_can_be_turned_off(off: bool | list[str]) -> None:
     model = model_of("fp8_block", 2, dtype=torch.bfloat16).to("meta")
@@ -317,6 +320,7 @@ def test_heads_that_mxfp4_cannot_group_are_multiplied_in_16_bits() -> None:
 # Memory
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("scheme", ["fp8_block", "mxfp4"])
 def test_the_runtime_holds_kv_b_proj_in_the_forms_that_attention_reads_and_frees_the_stored_one(
     scheme: str,

@@ -56,6 +56,7 @@ def check(model: Any, reference: dict[str, torch.Tensor], op: str, decibels: flo
     }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("preset", SCALED)
 def test_what_compressed_tensors_holds_becomes_ours(preset: str, tmp_path: Path) -> None:
     reference = compressed(tmp_path, preset)
@@ -120,6 +121,7 @@ def test_what_is_not_ours_to_read_is_refused_by_name() -> None:
         atomc.adopt(model)
 
 
+@pytest.mark.rotating
 def test_a_model_that_is_not_taken_over_runs_as_its_library_says(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -119,6 +119,7 @@ def test_experts_that_transformers_holds_in_fp8_become_ours_without_a_copy(name:
     assert len(held) == 4
 
 
+@pytest.mark.rotating
 def test_adopted_experts_are_one_op_in_a_compiled_graph() -> None:
     theirs = atomc.adopt(quantized(plain(), "blocks"))
     expected, before = logits(theirs), atomc.reports()

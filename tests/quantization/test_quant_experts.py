@@ -335,6 +335,7 @@ def test_experts_of_random_weights_are_quantized_as_well(tmp_path: Path) -> None
         assert model(IDS, POSITIONS).isfinite().all()
 
 
+@pytest.mark.rotating
 def test_one_layer_of_experts_is_unquantized_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,6 +429,7 @@ def bf16_model(kind: str, layers: int, whose: str) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "whose", "layers", "scheme", "dynamic"),
     [

@@ -172,6 +172,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "mxfp4"])
 def test_never_more_than_the_weights_and_one_layer_are_in_memory(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -324,6 +325,7 @@ def test_quantizing_twice_changes_nothing_more() -> None:
 # ApiKeys and values
 
 
+@pytest.mark.rotating
 def test_keys_and_values_in_fp8_take_half_and_predict_alike() -> None:
     pytest.importorskip("tokenizers")
     found = {}
@@ -413,6 +415,7 @@ def demo_logits(model: nn.Module, tokens: int = 256) -> Tensor:
     return logits.float()
 
 
+@pytest.mark.rotating
 def test_mxfp4_compiled_differs_from_eager_by_the_kernel_of_attention_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

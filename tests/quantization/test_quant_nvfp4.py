@@ -155,6 +155,7 @@ def test_layers_of_one_input_are_merged_and_each_keeps_its_factor() -> None:
     torch.testing.assert_close(compiled(x), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.rotating
 def test_served_tokens_are_those_of_the_dequantized_weights(tmp_path: Path) -> None:
     coded, plain = tmp_path / "coded", tmp_path / "plain"
     coded.mkdir()

@@ -178,6 +178,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("weight", "op", "limit"), LAYOUTS)
 def test_a_layout_of_ours_keeps_its_values(weight: Any, op: str, limit: float, bias: bool) -> None:

@@ -11,6 +11,7 @@ from atomc.loading.loader import load
 from atomc.program import compile_model
 
 
+@pytest.mark.rotating
 def test_a_checkpoint_in_blocks_of_fp8_is_served_alike_by_our_file_and_the_stock_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

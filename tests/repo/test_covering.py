@@ -1,5 +1,5 @@
 """The cases of a marked test that run per change cover its values, and a seed draws one more; of
-rotating tests a seed draws a third.
+rotating tests a seed draws a share.
 """
 
 from itertools import product
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from covering import ROTATION, cases_left_out, covering_cases, rotating_left_out
+from covering import cases_left_out, covering_cases, rotating_left_out
 
 
 def indices(*numbers: int) -> list[dict[str, int]]:
@@ -55,7 +55,7 @@ def item_of(request: pytest.FixtureRequest, name: str) -> Any:
     return pytest.Function.from_parent(parent, name=name, callobj=lambda: None)
 
 
-def test_each_seed_draws_a_third_of_the_rotating_tests_with_all_their_cases(
+def test_each_seed_draws_a_share_of_the_rotating_tests_with_all_their_cases(
     request: pytest.FixtureRequest,
 ) -> None:
     names = [f"test_{number}" for number in range(60)]
@@ -65,7 +65,7 @@ def test_each_seed_draws_a_third_of_the_rotating_tests_with_all_their_cases(
         item.add_marker(pytest.mark.rotating)
     runs = []
     for seed in range(20):
-        left_out = rotating_left_out(items, seed)
+        left_out = rotating_left_out(items, seed, 3)
         assert set(left_out) <= set(rotating)
         drawn = [item.name for item in rotating if item not in left_out]
         assert drawn == [
@@ -73,8 +73,18 @@ def test_each_seed_draws_a_third_of_the_rotating_tests_with_all_their_cases(
         ]
         runs.append(drawn)
     share = sum(map(len, runs)) / (20 * len(rotating))
-    assert abs(share - 1 / ROTATION) < 0.1
+    assert abs(share - 1 / 3) < 0.1
     assert {name for drawn in runs for name in drawn} == {item.name for item in rotating}
+    assert rotating_left_out(items, 0, 1) == []
+
+
+def test_rotating_tests_of_a_group_are_drawn_together(request: pytest.FixtureRequest) -> None:
+    items = [item_of(request, f"test_{number}") for number in range(20)]
+    for item in items:
+        item.add_marker(pytest.mark.rotating)
+        item.add_marker(pytest.mark.xdist_group("a fixture"))
+    sizes = {len(rotating_left_out(items, seed, 4)) for seed in range(20)}
+    assert sizes == {0, len(items)}
 
 
 def test_other_seeds_draw_other_cases(request: pytest.FixtureRequest) -> None:

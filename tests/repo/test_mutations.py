@@ -72,7 +72,7 @@ def not_noticed(rows: Sequence[Bug | Target], items: list[pytest.Item]) -> list[
     """The tests of the bugs of which none is among these, but for bugs that say -m ''."""
     by_file: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not item.get_closest_marker("slow"):
+        if not any(map(item.get_closest_marker, ("slow", "rotating"))):
             by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
     return [
         tests

@@ -168,6 +168,7 @@ def test_in_a_language_model_too(wrong_in, runs):
     found_first(audit, runs, f"model.layers.{FAULTY}.post_attention_layernorm")
 
 
+@pytest.mark.rotating
 def test_in_the_program_of_the_runtime_too(wrong_in, runs):
     model = own()
     wrong_in(model.model.layers[FAULTY].post_attention_layernorm.weight)
@@ -359,6 +360,7 @@ def test_an_input_that_the_program_writes_is_written_once():
     assert counts.tolist() == [1, 1, 1, 1]
 
 
+@pytest.mark.rotating
 def test_in_16_bits_the_bound_is_what_the_original_itself_is_away_from_fp32():
     model = own().to(torch.bfloat16)
     _, audit = audited(model, IDS, POSITIONS)
@@ -506,6 +508,7 @@ def test_a_file_without_options_is_told(tmp_path, text, sentence):
 # ---- the command
 
 
+@pytest.mark.rotating
 def test_the_command_audits_the_demo(capsys):
     assert main(["audit", "--json", "-p", "It was a truth", "--tokens", "8"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -518,6 +521,7 @@ def test_the_command_audits_the_demo(capsys):
     assert found["eager"] < 0.05
 
 
+@pytest.mark.rotating
 def test_the_command_audits_the_runtime(capsys):
     assert main(["audit", "--runtime", "--rows", "2", "--tokens", "8"]) == 0
     out = capsys.readouterr().out
@@ -602,6 +606,7 @@ def attention(q, k, v, *rest, **more):
 """
 
 
+@pytest.mark.rotating
 def test_what_the_model_calls_itself_cannot_be_left_out_and_that_is_said(
     tmp_path, monkeypatch, capsys
 ):

@@ -65,6 +65,7 @@ def test_a_contract_that_is_kept_says_nothing():
     assert not [note for note in report.notes if "contract" in note]
 
 
+@pytest.mark.rotating
 def test_an_edit_that_breaks_a_fusion_in_one_layer_is_named_with_layer_rewrite_and_reason():
     with pytest.raises(atomc.ContractError) as caught:
         explain(llama(edited=1), expect=KEPT)
@@ -74,6 +75,7 @@ def test_an_edit_that_breaks_a_fusion_in_one_layer_is_named_with_layer_rewrite_a
     assert "expected mean(" in text and "found div(" in text
 
 
+@pytest.mark.rotating
 def test_the_backend_raises_it_out_of_the_users_call():
     model = torch.compile(
         llama(edited=2), backend="atom", options={"expect": KEPT, "glue": "eager"}
@@ -91,6 +93,7 @@ def test_in_mode_warn_the_program_goes_on(caplog):
     assert "breaks its contract" in caplog.text and "not in layers 0" in caplog.text
 
 
+@pytest.mark.rotating
 def test_the_program_of_the_runtime_is_held_to_it_too():
     model = wrap_stock(llama())
     program = compile_model(
@@ -113,6 +116,7 @@ def test_more_than_expected_breaks_it_unless_it_says_at_least():
     explain(llama(), expect={"rope": ">= layers"})
 
 
+@pytest.mark.rotating
 def test_a_pass_that_is_off_is_the_reason():
     with pytest.raises(
         atomc.ContractError, match=r"none in layers 0-2\. silu_and_mul: the pass is off"
@@ -143,6 +147,7 @@ def test_what_is_no_count_is_refused_before_anything_compiles(count):
         )
 
 
+@pytest.mark.rotating
 def test_an_unknown_rewrite_is_refused_with_those_that_exist():
     with pytest.raises(
         atomc.OptionsError,
@@ -163,11 +168,13 @@ def report():
     return explain(llama())
 
 
+@pytest.mark.rotating
 def test_a_baseline_survives_the_round_trip_through_json(report):
     saved = json.loads(json.dumps(contract.baseline([report])))
     assert contract.differences(saved, [explain(llama())]) == []
 
 
+@pytest.mark.rotating
 def test_a_baseline_tells_what_changed_and_why(report):
     saved = contract.baseline([report])
     found = contract.differences(saved, [explain(llama(edited=1))])
@@ -188,6 +195,7 @@ def test_a_baseline_of_another_version_is_refused():
         contract.differences({"version": 0, "graphs": []}, [])
 
 
+@pytest.mark.rotating
 def test_the_command_saves_a_baseline_and_exits_with_1_when_it_no_longer_holds(
     tmp_path, monkeypatch, capsys
 ):
@@ -272,6 +280,7 @@ def test_in_ci_a_graph_break_fails_the_check_with_its_place(program, capsys):
     )
 
 
+@pytest.mark.rotating
 def test_a_rewrite_that_is_left_out_in_one_module_breaks_it_with_that_reason():
     off = {"add_rms_norm": ["model.layers.2.input_layernorm"]}
     with pytest.raises(

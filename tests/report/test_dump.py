@@ -105,6 +105,7 @@ def outputs(file):
         return found["forward"](**make(found["INPUTS"]))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dump", [dump_stock, dump_own, dump_runtime])
 def test_every_stage_of_a_graph_computes_the_same(dump, dumped):
     first, *later = dumped(dump)
@@ -163,6 +164,7 @@ def run(tmp_path_factory):
         yield program
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "dump", [pytest.param(dump_stock, marks=pytest.mark.slow), dump_own, dump_runtime]
 )
@@ -176,6 +178,7 @@ def test_every_file_runs_as_a_program(dump, dumped, run):
     assert max(checksums) == pytest.approx(min(checksums), rel=1e-5)
 
 
+@pytest.mark.rotating
 def test_a_file_runs_alone(dumped, tmp_path):
     lowered = dumped(dump_own)[-1]
     done = subprocess.run(
@@ -286,6 +289,7 @@ def test_stages_of_the_runtime_reproduce_what_was_recorded_once_they_have_a_cach
     assert code == 1
 
 
+@pytest.mark.rotating
 def test_outputs_that_are_not_reproduced_are_told_with_exit_code_1(dumped, run, tmp_path):
     files = dumped(record_stock)
     for file in files:
@@ -301,6 +305,7 @@ def test_outputs_that_are_not_reproduced_are_told_with_exit_code_1(dumped, run, 
     )
 
 
+@pytest.mark.rotating
 def test_a_record_holds_weights_and_inputs_but_not_what_is_made_of_them(dumped):
     files = dumped(record_stock)
     recorded = torch.load(files[-1], weights_only=True)
@@ -394,6 +399,7 @@ def test_packed_weights_are_made_of_their_parts(dumped):
     )
 
 
+@pytest.mark.rotating
 def test_a_lowered_file_calls_the_kernels_by_name(dumped):
     text = dumped(dump_own)[-1].read_text()
     assert "import atomc.kernels.torch.attention\n" in text

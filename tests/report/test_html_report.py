@@ -138,6 +138,7 @@ OPEN_SOME = """() => {
 }"""
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["qwen3", "fp8_llama", "mixtral"])
 def test_it_is_accessible_in_light_and_dark_and_asks_for_nothing(name, request, opened, tmp_path):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
@@ -166,6 +167,7 @@ def test_it_is_valid_html(name, request):
     html5lib.HTMLParser(strict=True).parse(html_of([request.getfixturevalue(name)]))
 
 
+@pytest.mark.rotating
 def test_a_report_that_was_json_has_the_same_page(qwen3):
     assert html_of([Report.of(json.loads(qwen3.to_json()))]) == html_of([qwen3])
 
@@ -213,6 +215,7 @@ def test_a_cell_says_why_by_click_and_by_keyboard(qwen3, opened):
     assert page.evaluate("document.querySelectorAll('.cell[tabindex=\"0\"]').length") == 1
 
 
+@pytest.mark.rotating
 def test_the_slider_changes_the_numbers_to_those_of_the_formulas(qwen3, opened):
     page = opened(html_of([qwen3]))
     whole = sum_of(qwen3, "bytes", T=1)
@@ -265,6 +268,7 @@ def test_the_diff_of_a_pass_shows_what_went_and_what_came(qwen3, opened):
     )
 
 
+@pytest.mark.rotating
 def test_a_kernel_leads_back_to_the_lines_of_the_program(qwen3, opened):
     page = opened(html_of([qwen3]))
     row = page.query_selector(".ops tr[data-op]:has(code:text-is('add_rms_norm'))")
@@ -418,6 +422,7 @@ def test_a_link_to_a_rewrite_opens_what_it_does(qwen3, opened):
     assert "Fold a residual add into the norm" in page.inner_text("#g0-about-add_rms_norm")
 
 
+@pytest.mark.rotating
 def test_every_link_leads_to_a_part_of_the_page_and_summaries_are_sentences(qwen3):
     text = html_of([qwen3])
     ids = set(re.findall(r' id="([^"]+)"', text))
@@ -604,6 +609,7 @@ def test_without_jinja2_the_error_says_what_to_install(monkeypatch):
         Report("M").to_html()
 
 
+@pytest.mark.rotating
 def test_a_process_of_its_own_renders_json():
     data = json.dumps(Report("M", treated=True).to_dict())
     done = subprocess.run(

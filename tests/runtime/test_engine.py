@@ -67,6 +67,7 @@ def tokens(outputs):
     return [token for output in outputs for token in output.token_ids]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("number", range(len(equality.ENGINES)))
 def test_what_a_request_gets_is_what_it_gets_alone(alone, number):
     one = equality.engine_of(equality.ENGINES[number], COMMON, {}, LONGEST)

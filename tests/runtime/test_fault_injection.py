@@ -257,6 +257,7 @@ ERRORS = {"error": RuntimeError("broken"), "panic": PanicException("broken")}
 
 
 # Per change each hook raises one of both, by turns.
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("hook", "error"),
     [

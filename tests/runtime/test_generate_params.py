@@ -82,6 +82,7 @@ def test_a_stop_string_ends_the_text_where_it_appears(llm):
     assert not llm.engine.scheduler.requests
 
 
+@pytest.mark.rotating
 def test_min_tokens_delays_stop_tokens_and_strings(llm):
     whole = one(llm, ignore_eos=True)
     token = whole.token_ids[2]
@@ -134,6 +135,7 @@ def test_a_penalty_ends_repetition(llm):
     assert not set(banned) & set(plain)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_form_is_kept_by_each_answer_of_a_batch(llm, temperature):
     forms = [
@@ -193,6 +195,7 @@ KINDS = {
 }
 
 
+@pytest.mark.rotating
 def test_drafts_change_no_token(llm, guessing):
     prompts = [*PROMPTS, "one two three one two three one two three one two"]
     params = [

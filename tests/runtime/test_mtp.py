@@ -215,6 +215,7 @@ def test_a_draft_model_may_read_hidden_states_of_several_layers():
     compare_drafts(llm.engine, Reference(of_two_layers, **DENSE), 20)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("indexer", "kinds"),
     [
@@ -272,6 +273,7 @@ def test_a_shared_prefix_changes_no_result_and_its_own_drafts_at_most_by_the_las
     assert stats.prefix_hits == 48 and stats.accepted == 2 * seen > 0
 
 
+@pytest.mark.rotating
 def test_a_pooled_request_shares_no_blocks_with_requests_that_draft(drafting):
     prompt = prompt_of(8, 64)
     drafting.embed([prompt], "last")
@@ -326,6 +328,7 @@ def test_penalties_and_forms_are_kept(plain, drafting):
         )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("draws", [700, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_the_distribution_is_kept(tmp_path, draws):
     """Of the two tokens after the first one, which are verified with a draft of two tokens."""
@@ -431,6 +434,7 @@ def test_settings_that_contradict_each_other_are_refused(settings, message):
         check_acceptance(EngineConfig(**settings), 2.4)
 
 
+@pytest.mark.rotating
 def test_a_benchmark_forces_the_acceptance_of_its_engine(checkpoint, tmp_path, capsys, monkeypatch):
     """Two steps with drafts yield five tokens, after the one of the prompt."""
     prompts = tmp_path / "prompts.jsonl"
@@ -525,6 +529,7 @@ def test_of_several_draft_layers_the_first_is_used_where_config_json_says_so(tmp
     assert not drafting.has_work and one.stats().accepted
 
 
+@pytest.mark.rotating
 def test_a_module_with_its_draft_layer_drafts_too(drafting):
     llm = LLM(
         tiny_model(), speculative="mtp", speculative_tokens=3,
@@ -678,6 +683,7 @@ def test_parts_of_the_draft_layer_stored_without_quantization_are_loaded_so(tmp_
     assert (type(layers[2].self_attn.q_proj), type(layers[2].mlp.experts)) == kinds
 
 
+@pytest.mark.rotating
 def test_the_server_drafts_and_counts(checkpoint, plain):
     httpx, tokenizers = pytest.importorskip("httpx"), pytest.importorskip("tokenizers")
     vocabulary = {f"w{i}": i for i in range(CONFIG["vocab_size"])}

@@ -159,6 +159,7 @@ def test_the_owner_of_a_module_calls_its_own_attention():
         llm.engine.prepare_pooling()
 
 
+@pytest.mark.rotating
 def test_weights_loaded_from_another_model_are_the_update():
     model, other = built(), built()
     with torch.no_grad():
@@ -194,6 +195,7 @@ def test_scores_have_the_bits_of_the_log_probabilities_of_sampling():
         assert torch.equal(score[len(prompt) - 1 :], expected)
 
 
+@pytest.mark.rotating
 def test_scores_are_those_of_the_module():
     model = built().eval()
     (score,) = rollouts(model).score([PROMPT])
@@ -204,6 +206,7 @@ def test_scores_are_those_of_the_module():
     assert score.dtype == torch.float32
 
 
+@pytest.mark.rotating
 def test_to_score_needs_lists_of_two_tokens():
     llm = rollouts(built())
     for ids, why in (

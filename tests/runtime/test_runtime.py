@@ -227,6 +227,7 @@ def test_ragged_batches_give_the_logits_of_each_sequence_alone(served):
         assert request.new_tokens == alone.greedy(prompt, request.params.max_tokens)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", [1, 3, 7, 17])
 def test_chunks_of_any_size_give_the_logits_of_the_whole_prompt(served, chunk):
     runner, block_size, alone = served

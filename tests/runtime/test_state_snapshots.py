@@ -126,6 +126,7 @@ def mix(engine, kind, seed, *, repetitive=False):
 MIXES = [range(8), pytest.param(range(8, 50), marks=SLOW)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seeds", MIXES, ids=["some", "many"])
 def test_requests_that_start_from_snapshots_give_what_they_give_alone(served, seeds):
     kind, engine = served

@@ -87,6 +87,7 @@ def is_close(actual: Tensor, expected: Tensor) -> bool:
     return torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_that_cannot_be_served_is_refused_with_its_line_and_compiles_in_a_program_of_ones_own(
     name,
@@ -108,6 +109,7 @@ def test_a_class_that_cannot_be_served_is_refused_with_its_line_and_compiles_in_
     assert any(report.treated for report in since(before))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name, config",
     [

@@ -88,6 +88,7 @@ def notes(llm):
 
 
 # Per change two of them. The code of the others in transformers is a copy of theirs.
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -110,6 +111,7 @@ def test_a_class_whose_positions_are_ignored_is_refused_with_the_numbers(model_t
     assert "--no-self-check (self_check=False)" in text
 
 
+@pytest.mark.rotating
 def test_a_class_that_gives_more_logits_than_are_wanted_is_refused():
     sizes = {"max_target_positions": 64, "num_mel_bins": 8, "max_source_positions": 16}
     with pytest.raises(
@@ -129,6 +131,7 @@ def test_ignored_positions_are_orders_of_magnitude_from_rounding():
 
 
 # Per change, each class in one of both ways, by turns.
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "dtype", "layout"),
     [
@@ -163,6 +166,7 @@ def test_many_layers_in_bf16_stay_within_rounding():
     assert verdict.right and all(error < verdict.limit / 2 for _, error in verdict.errors)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("scheme", ["fp8", "int4"])
 def test_a_quantized_class_is_compared_in_the_same_state(scheme):
     sizes = {"hidden_size": 128, "intermediate_size": 128}
@@ -171,6 +175,7 @@ def test_a_quantized_class_is_compared_in_the_same_state(scheme):
     )
 
 
+@pytest.mark.rotating
 def test_a_quantized_class_whose_positions_are_ignored_is_refused():
     model = quantize(stock("marian", torch.bfloat16, d_model=128, decoder_ffn_dim=128), "fp8")
     with pytest.raises(ValueError, match="MarianForCausalLM computes something else"):
@@ -182,11 +187,13 @@ def test_without_the_check_the_class_is_served_as_it_is():
     assert notes(llm) == [] and llm.generate([[5, 6, 7]])[0].token_ids
 
 
+@pytest.mark.rotating
 def test_a_model_with_few_positions_is_served_with_a_note():
     (note,) = notes(llm_of(stock("gpt2", max_position_embeddings=16), max_model_len=16))
     assert note == "no self-check: it needs sequences of 23 tokens, the model has 16 positions"
 
 
+@pytest.mark.rotating
 def test_a_given_module_has_its_own_attention_after_the_check():
     model = stock("gpt2")
     own = model.config._attn_implementation
@@ -209,6 +216,7 @@ def test_a_part_without_a_module_of_which_no_attention_is_chosen_is_left_alone()
     assert config._attn_implementation == own.attention[""] != "eager"
 
 
+@pytest.mark.rotating
 def test_the_verdict_is_kept_beside_the_program_and_belongs_to_its_configuration(tmp_path):
     cached = {"cache": True, "cache_dir": str(tmp_path)}
 

@@ -48,6 +48,7 @@ MODELS = ("GptOss", "Qwen3", "Llama", "Gemma2", "Mixtral", "Olmo2")
 
 
 # Gemma 2 has a layer with a window, which is a ring, one without, and capped scores; GPT-OSS sinks.
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x == "Gemma2" else pytest.mark.slow) for x in MODELS]
 )
@@ -88,6 +89,7 @@ def test_a_batch_that_fails_is_refused_with_its_error(monkeypatch) -> None:
         batched(model)
 
 
+@pytest.mark.rotating
 def test_prepared_batching_can_be_undone_before_its_first_batch() -> None:
     model = built("Llama")
     expected = alone(model)
@@ -131,6 +133,7 @@ def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
         atomc.prepare_batching(transformers.RwkvForCausalLM(config))
 
 
+@pytest.mark.rotating
 def test_a_parameter_may_die_after_the_names_of_a_module(monkeypatch) -> None:
     caught: list[object] = []
     parameter = registry.parameter_of(torch.ones(2))

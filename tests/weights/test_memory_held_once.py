@@ -159,6 +159,7 @@ def test_prepared_experts_and_linears_replace_the_originals_one_at_a_time(
     assert any(freed in note for note in program.report.notes)
 
 
+@pytest.mark.rotating
 def test_weights_of_a_module_that_its_owner_keeps_are_not_freed() -> None:
     model = random_model("qwen3_moe")
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -215,6 +216,7 @@ def test_experts_stay_as_they_are_where_a_range_has_no_kernel_for_another_layout
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("small", [False, True])
 def test_a_head_that_is_tied_to_the_embedding_is_not_relaid_on_a_gpu(
     small: bool, monkeypatch: pytest.MonkeyPatch
@@ -234,6 +236,7 @@ def test_a_head_that_is_tied_to_the_embedding_is_not_relaid_on_a_gpu(
     )
 
 
+@pytest.mark.rotating
 def test_memory_that_is_full_does_not_keep_experts_from_their_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -294,6 +297,7 @@ def test_a_program_that_needs_an_original_which_was_freed_says_so() -> None:
         compile_model(model, providers(), owned=True)
 
 
+@pytest.mark.rotating
 def test_weights_that_an_earlier_program_reads_are_kept_for_it() -> None:
     model = random_model("qwen3_moe")
     first = compile_model(model, providers(), owned=True)
@@ -304,6 +308,7 @@ def test_weights_that_an_earlier_program_reads_are_kept_for_it() -> None:
     torch.testing.assert_close(logits(first), expected)
 
 
+@pytest.mark.rotating
 def test_what_was_freed_and_prepared_goes_with_the_model() -> None:
     model = random_model("qwen3_moe")
     with turning_experts():
@@ -384,6 +389,7 @@ def test_torch_compile_keeps_the_experts_of_the_module_and_makes_no_second_ones(
 # Plans and loading
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("scheme", [None, pytest.param("fp8", marks=pytest.mark.slow), "fp8_block"])
 def test_a_plan_counts_experts_in_aiters_layout_once(scheme: str | None, tmp_path: Path) -> None:
     folder = checkpoint(
@@ -416,6 +422,7 @@ def test_the_runtime_holds_experts_of_4_bits_in_the_order_of_fragments_and_nothi
     assert plan_step(model, h200, Workload(1, 1, 16), program=program).memory.copies == 0
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("scheme", [pytest.param("int4", marks=pytest.mark.slow), "mxfp4_a16"])
 def test_experts_of_4_bits_of_a_users_module_stay_as_they_are_stored(
     scheme: str, tmp_path: Path
@@ -437,6 +444,7 @@ def test_experts_of_4_bits_of_a_users_module_stay_as_they_are_stored(
 SCHEMES = ["fp8", "fp8_block", "int8", "int4", "mxfp4_a16"]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "scheme",
     [pytest.param(each, marks=() if each == "int8" else pytest.mark.slow) for each in SCHEMES],

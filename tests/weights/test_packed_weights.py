@@ -49,6 +49,7 @@ def mlp() -> Gated:
 # Memory
 
 
+@pytest.mark.rotating
 def test_no_byte_is_held_twice_over_prefill_decode_recompile_and_compiling_twice(
     layer: nn.Module,
 ) -> None:
@@ -74,6 +75,7 @@ def test_no_byte_is_held_twice_over_prefill_decode_recompile_and_compiling_twice
     )
 
 
+@pytest.mark.rotating
 def test_ranges_of_token_counts_share_their_packs(layer: nn.Module) -> None:
     from atomc import ops
 

@@ -115,6 +115,7 @@ def test_the_counts_follow_the_formula_at_any_depth(
     assert report.num_ops["rms_norm"] == 1
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "make", "dynamic"),
     [
@@ -272,6 +273,7 @@ def check(
     assert [counted(report, expected) for report in made] == [expected] * graphs
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", OWN_KINDS)
 def test_the_same_is_recognised_when_the_token_count_is_marked_dynamic(kind: str) -> None:
     mark = torch._dynamo.mark_dynamic
@@ -283,11 +285,13 @@ def test_the_same_is_recognised_in_a_prompt_of_one_token(kind: str) -> None:
     check(one_layer(kind), OF_ONE_LAYER[kind], tokens(1), dynamic=False)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["qwen3", per_change("gemma3_text", now=False)])
 def test_the_same_is_recognised_when_everything_is_dynamic(kind: str) -> None:
     check(one_layer(kind), OF_ONE_LAYER[kind], tokens(12), tokens(7), dynamic=True)
 
 
+@pytest.mark.rotating
 def test_the_same_is_recognised_when_sizes_become_dynamic_by_themselves() -> None:
     check(one_layer("qwen3"), OF_ONE_LAYER["qwen3"], tokens(12), tokens(7), tokens(9), graphs=2)
 

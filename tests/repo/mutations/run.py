@@ -206,7 +206,7 @@ def _tests(tree: Path, tests: str, limit: int) -> tuple[int, str]:
             signal.alarm(limit)
             import pytest
 
-            options = ["-q", "-x", "-p", "no:cacheprovider", "--grid-seed", "0"]
+            options = ["-q", "-x", "-p", "no:cacheprovider", "--grid-seed", "0", "--rotation", "1"]
             code = pytest.main([*options, *shlex.split(tests)])
             sys.stdout.flush()
             os._exit(int(code))

@@ -55,6 +55,7 @@ def test_a_second_start_traces_no_encoder_and_reads_the_weights_of_its_own_model
         torch.testing.assert_close(warm(pixels, grids), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("takes", "owned", "eps", "why"),
     [

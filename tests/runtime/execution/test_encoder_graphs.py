@@ -114,6 +114,7 @@ class PoolOfRecords(PoolOfCalls):
         return SimpleNamespace(bytes=GRAPH_BYTES, replay=lambda: output)
 
 
+@pytest.mark.rotating
 def test_what_a_graph_reads_is_held_as_long_as_the_graph(program, monkeypatch):
     made = []
 

@@ -83,6 +83,7 @@ def llm(start):
     return start()
 
 
+@pytest.mark.rotating
 def test_a_second_start_loads_the_program_with_adapters_from_the_cache(checkpoints, llm, start):
     second = start()
     cached = second.engine.executor.programs.lora.program.report.cached
@@ -97,6 +98,7 @@ def test_each_adapter_of_a_mixed_batch_gives_the_tokens_of_merged_weights(checkp
     check_mixed_batch(checkpoints, "Llama", llm)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "stock"),
     [
@@ -136,6 +138,7 @@ def test_prefixes_are_shared_by_requests_of_one_load_of_one_adapter_only(checkpo
     assert llm.generate([LONG], GREEDY, lora="all")[0].num_cached == 32
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "how",
     [
@@ -186,6 +189,7 @@ def test_a_request_keeps_its_adapter_after_it_is_unloaded_and_its_place_is_not_r
     assert completion.token_ids == expected(checkpoints, "Llama", "queries", LONG[:9])
 
 
+@pytest.mark.rotating
 def test_steps_without_an_adapter_run_the_program_without_them(llm):
     before = llm.engine.stats().steps
     llm.generate(PROMPTS, GREEDY)
@@ -243,6 +247,7 @@ def test_a_name_that_is_not_loaded_and_another_number_of_names_are_refused(llm):
         llm.engine.refuse(llm.engine.request("a", [1, 2], pooling="mean", lora="all"))
 
 
+@pytest.mark.rotating
 def test_a_layer_that_adapters_cannot_change_is_named_and_nothing_is_written(
     checkpoints, llm, tmp_path
 ):

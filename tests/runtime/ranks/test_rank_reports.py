@@ -80,6 +80,7 @@ def test_ranks_are_compared_with_the_first_one_of_their_stage() -> None:
     assert "rank 3 has" in sentence and "where rank 2 has" in sentence
 
 
+@pytest.mark.rotating
 def test_a_rank_that_compiles_something_else_is_in_the_log_and_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

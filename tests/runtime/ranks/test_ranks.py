@@ -269,6 +269,7 @@ def test_steps_of_greedy_requests_gather_no_logits(two, monkeypatch):
         gathered.clear()
 
 
+@pytest.mark.rotating
 def test_ranks_sleep_and_wake_up_together(two):
     (before,) = two.generate([PROMPT])
     two.sleep()

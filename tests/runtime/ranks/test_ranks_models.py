@@ -212,6 +212,7 @@ def checkpoint(folder: Any, row: Row) -> Any:
     return folder
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "row",
     [

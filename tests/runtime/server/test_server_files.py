@@ -103,6 +103,7 @@ def test_it_serves_over_https_under_the_names_and_with_the_keys_of_the_files(ser
         httpx.get(server.url.replace("https", "http"))
 
 
+@pytest.mark.rotating
 def test_a_stock_class_with_random_weights_generates_and_a_line_says_so(server, client):
     def tokens():
         found = client.completions.create(
@@ -136,6 +137,7 @@ def test_without_a_tokenizer_text_is_refused_with_what_to_send(client):
         client.chat.completions.create(model="one", messages=[{"role": "user", "content": "x"}])
 
 
+@pytest.mark.rotating
 def test_a_client_that_stays_connected_does_not_hold_up_the_end(server, client):
     client.models.list()
     with socket.create_connection(

@@ -160,6 +160,7 @@ def number_of_images(messages):
         count += part["type"] == "image_url"
 
 
+@pytest.mark.rotating
 def test_usage_counts_the_tokens_of_images(client, http):
     tokens = http.post("/tokenize", json={"messages": THREE}).json()["tokens"]
     used = client.chat.completions.create(model="tiny", messages=THREE, **NEW).usage
@@ -190,6 +191,7 @@ def test_a_stream_gives_the_text_and_usage_of_the_whole_answer(client):
     assert image_tokens == whole.usage.prompt_tokens_details.image_tokens == 4
 
 
+@pytest.mark.rotating
 def test_anthropics_api_reads_the_same_images(http):
     def block(part):
         if part["type"] == "text":
@@ -219,6 +221,7 @@ def test_choices_of_one_prompt_see_the_same_image(client):
     assert found.choices[0].message.content == alone.choices[0].message.content
 
 
+@pytest.mark.rotating
 def test_models_names_the_modalities(http):
     (model,) = http.get("/v1/models").json()["data"]
     assert model["input_modalities"] == ["text", "image"]
@@ -241,6 +244,7 @@ def test_every_source_gives_the_same_answer(client, files):
     assert len(answers) == 1
 
 
+@pytest.mark.rotating
 def test_requests_with_different_images_at_once(client):
     messages = [user(text("Look: "), png(picture(24 + 8 * i, 40, i))) for i in range(6)]
 

@@ -137,6 +137,7 @@ def test_an_engine_that_does_not_answer_turns_health_red_until_it_does(small):
     wait_until(lambda: health() == 200)
 
 
+@pytest.mark.rotating
 def test_killing_the_engine_ends_50_streams_with_an_error_and_turns_health_red(small):
     begun = 0
 
@@ -164,6 +165,7 @@ def test_killing_the_engine_ends_50_streams_with_an_error_and_turns_health_red(s
     assert "Traceback" not in small.log
 
 
+@pytest.mark.rotating
 def test_a_restart_serves_again(server):
     assert (
         httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60).json()["usage"][
@@ -174,6 +176,7 @@ def test_a_restart_serves_again(server):
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+@pytest.mark.rotating
 def test_tools_of_a_model_whose_way_is_not_known_are_refused_with_what_to_do(server):
     function = {"name": "weather", "parameters": {"type": "object"}}
     body = {
@@ -187,6 +190,7 @@ def test_tools_of_a_model_whose_way_is_not_known_are_refused_with_what_to_do(ser
     )
 
 
+@pytest.mark.rotating
 def test_a_page_of_another_site_reads_and_changes_nothing(server):
     for method, path, headers in (
         ("GET", "/version", {"Host": "page.example"}),
@@ -198,6 +202,7 @@ def test_a_page_of_another_site_reads_and_changes_nothing(server):
     assert httpx.post(f"{server.url}/reset_prefix_cache", headers=headers).status_code == 200
 
 
+@pytest.mark.rotating
 def test_a_thousand_connections_are_served_in_bounded_memory(server):
     before = [server.memory(pid) for pid in (server.process.pid, server.engine_pid)]
     body = json.dumps(SHORT).encode()
@@ -233,6 +238,7 @@ def test_a_thousand_connections_are_served_in_bounded_memory(server):
     assert after[0] - before[0] < 100 * 2**20 and after[1] - before[1] < 200 * 2**20
 
 
+@pytest.mark.rotating
 def test_a_slow_reader_does_not_delay_others_and_gets_all_its_output(server):
     body = json.dumps({**LONG, "max_tokens": 500, "n": 8, "logprobs": 20, "stream": True}).encode()
     head = [
@@ -271,6 +277,7 @@ def test_a_slow_reader_does_not_delay_others_and_gets_all_its_output(server):
     assert answer.count(b'"finish_reason":"length"') == 8 and b"data: [DONE]" in answer
 
 
+@pytest.mark.rotating
 def test_sigterm_lets_short_answers_finish_and_cuts_long_ones_with_an_error(server):
     async def end():
         server.process.send_signal(signal.SIGTERM)
@@ -299,6 +306,7 @@ def test_sigterm_lets_short_answers_finish_and_cuts_long_ones_with_an_error(serv
     assert not alive(engine_pid) and "Traceback" not in server.log
 
 
+@pytest.mark.rotating
 def test_an_engine_does_not_outlive_its_server():
     server = Server(
         subprocess.Popen(

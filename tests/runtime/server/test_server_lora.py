@@ -80,6 +80,7 @@ def names(http):
     return {each["id"]: each["parent"] for each in http.get("/v1/models").json()["data"]}
 
 
+@pytest.mark.rotating
 def test_an_adapter_is_a_model_with_a_parent_and_its_own_tokens(http, expected):
     assert names(http) == {MODEL: None, "one": MODEL}
     assert http.get("/v1/models/one").json()["parent"] == MODEL
@@ -88,6 +89,7 @@ def test_an_adapter_is_a_model_with_a_parent_and_its_own_tokens(http, expected):
     assert http.post("/v1/embeddings", json={"model": "one", "input": "a"}).status_code == 400
 
 
+@pytest.mark.rotating
 def test_every_endpoint_of_text_takes_the_name_of_an_adapter(http):
     message = [{"role": "user", "content": "Hi"}]
     chat = {"messages": message, "max_tokens": 4}
@@ -146,6 +148,7 @@ def test_a_request_finishes_with_the_adapter_that_is_unloaded_meanwhile(http, ex
     assert len(tokens) == 60 and tokens[:8] == expected["two"]
 
 
+@pytest.mark.rotating
 def test_an_adapter_that_cannot_be_used_is_one_error_and_harms_no_one(http, expected, folders):
     allowed = folders / "allowed"
     for path, part in {

@@ -123,6 +123,7 @@ def test_figures_change_while_requests_run(page, server):
     assert page.said == []
 
 
+@pytest.mark.rotating
 def test_the_cache_counts_tokens_beside_blocks(page, server):
     opened(page, server)
     with ThreadPoolExecutor(1) as pool:
@@ -152,6 +153,7 @@ def test_times_to_the_first_token_errors_and_uptime_are_shown(page, server):
     ).startswith("since ")
 
 
+@pytest.mark.rotating
 def test_outdated_values_are_dimmed_and_dated(page):
     def dimmed(card):
         return (
@@ -182,6 +184,7 @@ def test_outdated_values_are_dimmed_and_dated(page):
         assert dimmed(engine) and dimmed(front)
 
 
+@pytest.mark.rotating
 def test_a_page_that_is_opened_later_shows_what_was_generated_before(page, server):
     generate(server, 200)
     until(page, lambda: sum(json.loads(request(server, "/status"))["speeds"]) >= 200)
@@ -201,6 +204,7 @@ def test_nothing_is_asked_of_another_host_and_nothing_is_wrong(page, server):
     }
 
 
+@pytest.mark.rotating
 def test_what_the_compiler_did_is_shown_with_a_link_to_all_of_it(page, server):
     opened(page, server)
     page.wait_for_selector("#rewrites tr")
@@ -211,6 +215,7 @@ def test_what_the_compiler_did_is_shown_with_a_link_to_all_of_it(page, server):
     assert page.get_attribute("a:has-text('as JSON')", "href") == "compiler"
 
 
+@pytest.mark.rotating
 def test_the_whole_report_is_a_page_that_is_saved_with_the_key(page, server):
     opened(page, server)
     with page.expect_download(timeout=120_000) as saved:
@@ -224,6 +229,7 @@ def test_the_whole_report_is_a_page_that_is_saved_with_the_key(page, server):
     assert page.said == []
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("path", ["/compiler", "/v1/models"])
 def test_a_link_to_json_is_followed_with_the_key(page, server, path):
     opened(page, server)

@@ -82,6 +82,7 @@ def kill_under_streams(server, pid):
     return json.loads(lost[-1])["error"]
 
 
+@pytest.mark.rotating
 def test_two_engines_share_the_prompts_and_one_goes_on_without_the_other():
     with serving("--dp", 2) as server:
         # Prompts of one HTTP request are divided, too.

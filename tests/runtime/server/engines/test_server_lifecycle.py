@@ -70,6 +70,7 @@ def until(found, seconds=120):
     return value
 
 
+@pytest.mark.rotating
 def test_a_server_whose_engine_dies_tells_its_clients_and_ends_with_1():
     with serving() as server:
         error = end_of_stream(server, lambda: kill_engine(server))["error"]
@@ -100,6 +101,7 @@ def test_the_heap_of_a_started_server_is_left_out_of_collections(tmp_path, monke
         assert {server.process.pid, server.engine_pid} <= pids
 
 
+@pytest.mark.rotating
 def test_a_dead_engine_is_restarted_a_few_times_and_then_the_server_ends():
     with serving("--restart-engine", 2) as server:
         error = end_of_stream(server, lambda: kill_engine(server))["error"]
@@ -134,6 +136,7 @@ def test_an_unresponsive_engine_is_killed_and_counts_as_dead():
         assert "(--engine-timeout) and was killed; the server ends" in server.log
 
 
+@pytest.mark.rotating
 def test_a_signal_ends_a_server_whose_engine_is_being_restarted():
     with serving("--restart-engine", 9) as server:
         kill_engine(server)
@@ -143,6 +146,7 @@ def test_a_signal_ends_a_server_whose_engine_is_being_restarted():
         assert "Traceback" not in server.log
 
 
+@pytest.mark.rotating
 def test_sigterm_ends_a_server_whose_chat_template_does_not_end(tmp_path):
     template = tmp_path / "endless.jinja"
     template.write_text(ENDLESS)
@@ -175,6 +179,7 @@ def test_sigterm_ends_a_server_whose_chat_template_does_not_end(tmp_path):
         assert "Traceback" not in server.log
 
 
+@pytest.mark.rotating
 def test_sigterm_does_not_wait_for_a_client_that_does_not_read():
     with serving("--drain-seconds", 1) as server:
         body = LONG | {"n": 8, "logprobs": 20, "stream": True}

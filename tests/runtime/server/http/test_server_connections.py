@@ -61,6 +61,7 @@ def said(server, first, drip=b""):
         return received
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("target", "status"),
     [
@@ -80,6 +81,7 @@ def test_a_request_may_name_its_whole_url(server, target, status):
         assert without.startswith(b"HTTP/1.1 401 ")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "first, drip, answer",
     [
@@ -103,6 +105,7 @@ def test_a_connection_that_sends_too_slowly_is_closed(server, first, drip, answe
     assert found.startswith(b"HTTP/1.1 408 ") == bool(answer)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "first, drip",
     [
@@ -117,6 +120,7 @@ def test_slow_data_after_a_response_closes_the_connection_without_a_second_respo
     assert said(server, first, drip).count(b"HTTP/1.1 ") <= 1
 
 
+@pytest.mark.rotating
 def test_a_long_body_is_served_if_it_arrives_fast_enough(server):
     def parts():
         yield (

@@ -69,6 +69,7 @@ def streamed(chat, given):
     return first
 
 
+@pytest.mark.rotating
 def test_langchain_gets_the_same_text_whole_and_streamed(chat):
     whole, parts = chat.invoke("Hello"), streamed(chat, "Hello")
     assert whole.text and whole.text == parts.text
@@ -76,6 +77,7 @@ def test_langchain_gets_the_same_text_whole_and_streamed(chat):
     assert parts.usage_metadata["total_tokens"] == whole.usage_metadata["total_tokens"]
 
 
+@pytest.mark.rotating
 def test_langchain_gets_the_forced_call_whole_and_streamed(chat):
     bound = chat.bind_tools([Weather], tool_choice="Weather")
     for found in (bound.invoke("Hello"), streamed(bound, "Hello")):
@@ -91,6 +93,7 @@ def test_langchain_sends_the_result_of_a_call_back(chat):
     assert chat.bind_tools([Weather]).invoke([asked, called, result]).text
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain_parses_structured_output(chat, method):
     found = chat.with_structured_output(Weather, method=method).invoke("Hello")
