@@ -3,6 +3,7 @@ with down, and a sum over the choices.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,9 +54,11 @@ def sum_of_experts(
     experts, pairs = len(up[0]), ids.numel()
     tile = tile_for(table, x.dtype, ids, experts)
     routing = expert_blocks(ids, experts, tile["BLOCK_M"])
-    of_pairs = routing, tile, pairs, out_dtype, square
-    codes, scale = quantize(grouped_product(x, x_scale, *up, *of_pairs, gate))
-    products = grouped_product(codes, scale, *down, *of_pairs)
+    product = partial(
+        grouped_product, routing=routing, tile=tile, pairs=pairs, out_dtype=out_dtype, square=square
+    )
+    codes, scale = quantize(product(x, x_scale, *up, gate=gate))
+    products = product(codes, scale, *down)
     return weighted_sum(products, ids, weights, experts)
 
 

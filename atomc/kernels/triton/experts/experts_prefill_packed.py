@@ -4,6 +4,8 @@ Letters as in grouped.py; N rows of a weight, K columns in words of eight codes,
 that share a scale and, with int4, a zero.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -174,8 +176,10 @@ def _sum_of_experts(
     experts, pairs = len(up[0]), ids.numel()
     tile = tile_for(MOE_EXPERTS_4_BITS, x.dtype, ids, experts)
     routing = sort_by_expert(ids, experts, tile["BLOCK_M"])
-    of_pairs = routing, tile, group, pairs, out_dtype
-    products = multiply(multiply(x, *up, *of_pairs, gate), *down, *of_pairs)
+    product = partial(
+        multiply, routing=routing, tile=tile, group=group, pairs=pairs, out_dtype=out_dtype
+    )
+    products = product(product(x, *up, gate=gate), *down)
     return weighted_sum(products, ids, weights, experts)
 
 

@@ -35,7 +35,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 def _expert_strips(weight: Tensor) -> Tensor:
     """[E, N, ...]; of a matrix [N, ...] each strip is an expert of its own."""
-    return weight.unflatten(0, (-1, STRIP.value)) if weight.dim() == 2 else weight
+    return weight.view(-1, STRIP.value, weight.shape[1]) if weight.dim() == 2 else weight
 
 
 def _packed_parts(codes: Tensor, pair: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
