@@ -37,6 +37,11 @@ def not_a_cpu(platform: Platform) -> Refusal | None:
     return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
 
 
+def refuse_gpus(platform: Platform, **_: object) -> Refusal | None:
+    """For kernels that take all arguments on a CPU."""
+    return not_a_cpu(platform)
+
+
 def older_than(capability: tuple[int, int], platform: Platform, what: str) -> Refusal | None:
     """Refuse other platforms than NVIDIA GPUs of at least this compute capability."""
     if platform.is_cuda and platform.capability is not None and platform.capability >= capability:

@@ -440,6 +440,9 @@ def op_of(target: object) -> Op | None:
 
 
 def refusal(kernel: Kernel, platform: Platform, arguments: Arguments) -> Refusal | None:
-    """Why this kernel cannot run with these arguments on this platform, or None."""
-    reason = kernel.refuses(platform, **arguments) if kernel.refuses else None
+    """Why this kernel cannot run with these arguments on this platform, or None. The op's defaults
+    stand for arguments that are not given.
+    """
+    bound = REGISTRY[kernel.op].bind(**arguments)
+    reason = kernel.refuses(platform, **bound) if kernel.refuses else None
     return Refusal("other", reason) if isinstance(reason, str) else reason

@@ -16,7 +16,7 @@ from refusals import refusal_text
 from torch import Tensor
 
 from atomc import kernels, ops
-from atomc.kernels.torch.sequence import refuse_kv_write, refuse_paged_attention
+from atomc.kernels.torch.sequence import refuse_paged_attention, refuse_scaled_cache
 from atomc.ops.op_traits import Kind
 from atomc.platform import Platform
 
@@ -353,7 +353,7 @@ def test_on_a_cpu_a_paged_cache_comes_before_a_contiguous_one(op: str) -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [k for k in KERNELS if k.refuses in (refuse_kv_write, refuse_paged_attention)],
+    [k for k in KERNELS if k.refuses in (refuse_scaled_cache, refuse_paged_attention)],
     ids=name_of,
 )
 def test_a_cache_with_scales_is_refused(kernel: ops.Kernel) -> None:

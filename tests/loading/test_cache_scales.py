@@ -19,6 +19,7 @@ from atomc import LLM, SamplingParams, kernels, ops, program
 from atomc.loading.cache_scales import cache_scales, mark_fp8_state, set_cache_scale
 from atomc.loading.create_model import create_model
 from atomc.loading.loader import load
+from atomc.ops.op import refusal
 from atomc.platform import Platform
 
 CONFIG = {
@@ -183,7 +184,7 @@ def test_a_gpu_is_served_by_triton_and_a_cpu_by_a_paged_cache() -> None:
         "k_scale": torch.ones(1)
     }
     found = {
-        (k.provider, k.layout): k.refuses and k.refuses(Platform.named(where), **arguments)
+        (k.provider, k.layout): refusal(k, Platform.named(where), arguments)
         for k in ops.paged_attention.kernels
         for where in ["h200" if k.provider == "triton" else "cpu"]
         if k.provider in ("triton", "torch")

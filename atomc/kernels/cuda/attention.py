@@ -27,11 +27,10 @@ def refuse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    window: int = 0,
-    softcap: float = 0.0,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
     **_: object,
 ) -> Refusal | None:
     return (

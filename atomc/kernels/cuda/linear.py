@@ -12,7 +12,7 @@ from atomc.platform import Platform
 
 
 def refuse_linear(
-    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Refusal | None:
     if not platform.is_cuda:
         return Refusal("hardware", "cuBLAS runs on NVIDIA GPUs")

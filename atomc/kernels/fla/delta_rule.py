@@ -34,13 +34,7 @@ MAX_KEY = 256
 
 
 def refuse_gated_delta_rule(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    **_: object,
+    platform: Platform, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: object
 ) -> Refusal | None:
     """Of fp32, chunks are multiplied in tf32."""
     return (

@@ -29,11 +29,10 @@ def refuse_paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     scale: float,
-    window: int = 0,
+    window: int,
     **_: object,
 ) -> Refusal | None:
     if window:

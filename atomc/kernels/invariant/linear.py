@@ -55,7 +55,7 @@ def _multiply(
 
 
 def refuse_linear(
-    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Refusal | None:
     if reason := unfit(platform, x=x, weight=weight, bias=bias):
         return reason
@@ -94,9 +94,9 @@ def refuse_lora_linear(
     x: Tensor,
     a: Tensor,
     b: Tensor,
-    rows: Tensor | None = None,
-    widths: list[int] | None = None,
-    scale: float = 1.0,
+    rows: Tensor | None,
+    widths: list[int] | None,
+    **_: object,
 ) -> Refusal | None:
     return unfit(platform, y=y, x=x, a=a) or unlike(FLOATS, a=a, b=b) or several(a, rows, widths)
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import not_a_cpu
+from atomc.kernels.checks import not_a_cpu, refuse_gpus
 from atomc.kernels.invariant.adapter import adapted, several
-from atomc.kernels.torch.sequence import attend, gathered, no_scales, sequences
+from atomc.kernels.torch.sequence import attend, gathered, refuse_scaled_cache, sequences
 from atomc.kernels.torch.varlen_attention import varlen_attention as by_sequence
 from atomc.ops.attention import loaded_values
 from atomc.ops.experts import Gate, sequential_experts
@@ -22,11 +22,7 @@ from atomc.platform import Platform
 TILE = 8
 
 
-def refuse_linear(platform: Platform, **_: object) -> Refusal | None:
-    return not_a_cpu(platform)
-
-
-@ops.linear.kernel("invariant", refuses=refuse_linear)
+@ops.linear.kernel("invariant", refuses=refuse_gpus)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     padded = F.pad(rows, (0, 0, 0, -len(rows) % TILE))
@@ -40,21 +36,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out[: len(rows)].view(*x.shape[:-1], weight.shape[0])
 
 
-def refuse_linear_fp32(platform: Platform, **_: object) -> Refusal | None:
-    return not_a_cpu(platform)
-
-
-@ops.linear_fp32.kernel("invariant", refuses=refuse_linear_fp32)
+@ops.linear_fp32.kernel("invariant", refuses=refuse_gpus)
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x.to(torch.float32), weight.to(torch.float32))
 
 
 def refuse_lora_linear(
-    platform: Platform,
-    a: Tensor,
-    rows: Tensor | None = None,
-    widths: list[int] | None = None,
-    **_: object,
+    platform: Platform, a: Tensor, rows: Tensor | None, widths: list[int] | None, **_: object
 ) -> Refusal | None:
     return not_a_cpu(platform) or several(a, rows, widths)
 
@@ -72,11 +60,7 @@ def lora_linear(
     return adapted(linear, y, x, a, b, scale)
 
 
-def refuse_linear_by_head(platform: Platform, **_: object) -> Refusal | None:
-    return not_a_cpu(platform)
-
-
-@ops.linear_by_head.kernel("invariant", refuses=refuse_linear_by_head)
+@ops.linear_by_head.kernel("invariant", refuses=refuse_gpus)
 def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
     heads = x.unbind(-2)
     return torch.stack(
@@ -85,11 +69,7 @@ def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
     )
 
 
-def refuse_moe_experts(platform: Platform, **_: object) -> Refusal | None:
-    return not_a_cpu(platform)
-
-
-@ops.moe_experts.kernel("invariant", refuses=refuse_moe_experts, syncs=True)
+@ops.moe_experts.kernel("invariant", refuses=refuse_gpus, syncs=True)
 def moe_experts(
     x: Tensor,
     ids: Tensor,
@@ -109,13 +89,7 @@ def moe_experts(
     return sequential_experts(linear, x, ids, weights, w13, w2, b13, b2, gate, weight_on_input)
 
 
-def refuse_mla_absorbed_attention(platform: Platform, **_: object) -> Refusal | None:
-    return not_a_cpu(platform)
-
-
-@ops.mla_absorbed_attention.kernel(
-    "invariant", layout="paged", refuses=refuse_mla_absorbed_attention, syncs=True
-)
+@ops.mla_absorbed_attention.kernel("invariant", layout="paged", refuses=refuse_gpus, syncs=True)
 def mla_absorbed_attention(
     q: Tensor,
     kv_cache: Tensor,
@@ -148,13 +122,7 @@ def mla_absorbed_attention(
     return out.view(*q.shape[:-1], latent)
 
 
-def refuse_paged_attention(
-    platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
-) -> Refusal | None:
-    return not_a_cpu(platform) or no_scales(platform, k_scale, v_scale)
-
-
-@ops.paged_attention.kernel("invariant", layout="paged", refuses=refuse_paged_attention, syncs=True)
+@ops.paged_attention.kernel("invariant", layout="paged", refuses=refuse_scaled_cache, syncs=True)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -186,11 +154,7 @@ def paged_attention(
     return out.view(*q.shape[:-1], v_cache.shape[-1])
 
 
-def refuse_varlen_attention(platform: Platform, **_: object) -> Refusal | None:
-    return not_a_cpu(platform)
-
-
-@ops.varlen_attention.kernel("invariant", refuses=refuse_varlen_attention, syncs=True)
+@ops.varlen_attention.kernel("invariant", refuses=refuse_gpus, syncs=True)
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float
 ) -> Tensor:

@@ -22,7 +22,7 @@ def _relayout(weight: Tensor) -> Prepared:
 
 
 def refuse_linear(
-    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Refusal | None:
     return unfit(platform, torch.float32, x, weight, bias)
 

@@ -19,7 +19,7 @@ def _relayout(weight: Tensor) -> Prepared:
 
 
 def refuse_linear(
-    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Refusal | None:
     if reason := unfit(platform, torch.bfloat16, x, weight, bias):
         return reason

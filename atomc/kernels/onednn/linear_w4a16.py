@@ -43,9 +43,8 @@ def refuse_linear_w4a16(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    zeros: Tensor | None,
+    bias: Tensor | None,
     group: int,
 ) -> Refusal | None:
     return unlike_int4pack(platform, x, weight, weight_scale, zeros, group)

@@ -17,9 +17,9 @@ kv_write = eager(ops.kv_write, __name__, layout="paged")
 def refuse_attention(
     platform: Platform,
     q: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
     **_: object,
 ) -> Refusal | None:
     if softcap:

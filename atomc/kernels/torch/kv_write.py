@@ -5,12 +5,12 @@ sequence.
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.torch.sequence import refuse_kv_write, write
+from atomc.kernels.torch.sequence import refuse_scaled_cache, write
 
 
-@ops.kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
+@ops.kv_write.kernel("torch", layout="contiguous", refuses=refuse_scaled_cache)
 @ops.kv_write.kernel(
-    "torch", layout="paged", refuses=refuse_kv_write
+    "torch", layout="paged", refuses=refuse_scaled_cache
 )  # registered first, and therefore preferred
 def kv_write(
     k: Tensor,
@@ -24,9 +24,9 @@ def kv_write(
     return write(k, v, k_cache, v_cache, slots)
 
 
-@ops.rope_kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
+@ops.rope_kv_write.kernel("torch", layout="contiguous", refuses=refuse_scaled_cache)
 @ops.rope_kv_write.kernel(
-    "torch", layout="paged", refuses=refuse_kv_write
+    "torch", layout="paged", refuses=refuse_scaled_cache
 )  # registered first, and therefore preferred
 def rope_kv_write(
     q: Tensor,
@@ -45,9 +45,9 @@ def rope_kv_write(
     return ops.rope.reference(q, cos, sin, rope_style), token
 
 
-@ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
+@ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=refuse_scaled_cache)
 @ops.qk_norm_rope_kv_write.kernel(
-    "torch", layout="paged", refuses=refuse_kv_write
+    "torch", layout="paged", refuses=refuse_scaled_cache
 )  # registered first, and therefore preferred
 def qk_norm_rope_kv_write(
     q: Tensor,

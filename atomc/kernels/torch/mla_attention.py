@@ -82,7 +82,7 @@ def mla_absorbed_attention(
 
 
 def refuse_mla_paged_attention(
-    platform: Platform, chosen: Tensor | None = None, **_: object
+    platform: Platform, chosen: Tensor | None, **_: object
 ) -> Refusal | None:
     return not_a_cpu(platform) or unsupported(
         "a kernel that computes keys and values", chosen=chosen

@@ -6,20 +6,13 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import not_a_cpu
+from atomc.kernels.checks import refuse_gpus
 from atomc.kernels.cpu_linears import finish
 from atomc.kernels.dequantized import fp8_values, multiply
-from atomc.ops.op import PreferInductor, Refusal
-from atomc.platform import Platform
+from atomc.ops.op import PreferInductor
 
 
-def refuse_scaled_linear_fp8(platform: Platform, *args: object, **_: object) -> Refusal | None:
-    return not_a_cpu(platform)
-
-
-@ops.scaled_linear_fp8.kernel(
-    "torch", refuses=refuse_scaled_linear_fp8, prefer_inductor=PreferInductor.ALWAYS
-)
+@ops.scaled_linear_fp8.kernel("torch", refuses=refuse_gpus, prefer_inductor=PreferInductor.ALWAYS)
 def scaled_linear_fp8(
     x: Tensor,
     weight: Tensor,
@@ -35,7 +28,7 @@ def scaled_linear_fp8(
 
 
 @ops.scaled_linear_fp8_block.kernel(
-    "torch", refuses=refuse_scaled_linear_fp8, prefer_inductor=PreferInductor.ALWAYS
+    "torch", refuses=refuse_gpus, prefer_inductor=PreferInductor.ALWAYS
 )
 def scaled_linear_fp8_block(
     x: Tensor,

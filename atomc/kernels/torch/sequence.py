@@ -14,26 +14,22 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def no_scales(
-    platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
+def refuse_scaled_cache(
+    platform: Platform, k_scale: Tensor | None, v_scale: Tensor | None, **_: object
 ) -> Refusal | None:
-    return (
-        None if k_scale is None and v_scale is None else Refusal("argument", "the cache has scales")
-    )
-
-
-def refuse_kv_write(
-    platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
-) -> Refusal | None:
-    return not_a_cpu(platform) or no_scales(platform, k_scale, v_scale)
+    """For kernels on a CPU that read or write caches without scales."""
+    if reason := not_a_cpu(platform):
+        return reason
+    unscaled = k_scale is None and v_scale is None
+    return None if unscaled else Refusal("argument", "the cache has scales")
 
 
 def refuse_paged_attention(
     platform: Platform,
     q: Tensor,
     k_cache: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     if q.dtype != k_cache.dtype:
@@ -41,7 +37,7 @@ def refuse_paged_attention(
             "dtype",
             f"the cache is {k_cache.dtype}, the query {q.dtype}: mixed dtypes are not supported",
         )
-    return refuse_kv_write(platform, k_scale, v_scale)
+    return refuse_scaled_cache(platform, k_scale, v_scale)
 
 
 def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:

@@ -35,9 +35,8 @@ def refuse_linear_w4a16(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    zeros: Tensor | None,
+    bias: Tensor | None,
     group: int,
 ) -> Refusal | None:
     if x.dtype != torch.bfloat16:

@@ -16,9 +16,8 @@ def refuse_linear_w4a16(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    zeros: Tensor | None,
+    bias: Tensor | None,
     group: int,
 ) -> Refusal | None:
     if reason := for_many.refuse_linear_w4a16(

@@ -27,9 +27,8 @@ def refuse_scaled_linear_int8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
     out_dtype: torch.dtype,
+    **_: object,
 ) -> Refusal | None:
     if reason := unlike_int8(platform, x, weight, x_scale, weight_scale):
         return reason

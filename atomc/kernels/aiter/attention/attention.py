@@ -22,12 +22,11 @@ def _refuse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    causal: bool = True,
-    window: int = 0,
-    softcap: float = 0.0,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    causal: bool,
+    window: int,
+    softcap: float,
     **_: object,
 ) -> Refusal | None:
     return (

@@ -31,11 +31,10 @@ def _refuse(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    window: int = 0,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    window: int,
     **_: object,
 ) -> Refusal | None:
     return (

@@ -29,13 +29,12 @@ def _refuse(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    window: int,
+    softcap: float,
     **_: object,
 ) -> Refusal | None:
     return (

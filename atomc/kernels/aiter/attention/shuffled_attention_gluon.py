@@ -28,10 +28,9 @@ def _refuse(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    softcap: float = 0.0,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    softcap: float,
     **_: object,
 ) -> Refusal | None:
     return (

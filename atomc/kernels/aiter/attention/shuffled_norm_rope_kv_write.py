@@ -37,14 +37,14 @@ def _refuse(
     k_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
-    eps: float,
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    norm_style: str = "after",
-    rope_style: str = "neox",
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    norm_style: str,
+    rope_style: str,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, fused_qk_norm_rope_cache_quant_shuffle)

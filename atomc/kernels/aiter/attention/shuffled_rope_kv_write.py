@@ -30,9 +30,9 @@ def _refuse(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    rope_style: str = "neox",
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    rope_style: str,
 ) -> Refusal | None:
     return (
         unfit(platform, writes_values_in_pieces)

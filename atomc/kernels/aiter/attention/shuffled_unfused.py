@@ -23,9 +23,9 @@ def _refuse_rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    rope_style: str = "neox",
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    rope_style: str,
 ) -> Refusal | None:
     return (
         refuse_rope(platform, q, cos, sin, rope_style)
@@ -66,10 +66,10 @@ def _refuse_qk_norm_rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    norm_style: str = "after",
-    rope_style: str = "neox",
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    norm_style: str,
+    rope_style: str,
 ) -> Refusal | None:
     if reason := unfit(platform):  # before tensors are computed for each node
         return reason

@@ -33,8 +33,8 @@ def unattended(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     """Why `attended` does not serve these."""
@@ -63,8 +63,8 @@ def unattended_shuffled(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     """Why `attended` does not serve these in the shuffled layout, which has no codes."""

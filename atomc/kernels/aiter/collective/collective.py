@@ -62,7 +62,7 @@ def refuse_allreduce_add_rms_norm(
     weight: Tensor,
     eps: float,
     process_group: str,
-    style: str = "after",
+    style: str,
 ) -> Refusal | None:
     return (
         unfit(platform, get_tp_group, tensor_model_parallel_fused_allreduce_rmsnorm)

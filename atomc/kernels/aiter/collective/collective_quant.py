@@ -45,15 +45,14 @@ def _refuse_allreduce_add_rms_norm_quant(
     weight: Tensor,
     eps: float,
     process_group: str,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
+    scale: Tensor | None,
+    style: str,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
+    rounding: str,
+    **_: object,
 ) -> Refusal | None:
     return refuse_allreduce_add_rms_norm(
         platform, x, residual, weight, eps, process_group, style

@@ -74,8 +74,7 @@ def _refuse(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    x_scale: Tensor | None = None,
-    *,
+    x_scale: Tensor | None,
     out_dtype: torch.dtype,
     **_: object,
 ) -> Refusal | None:

@@ -97,8 +97,8 @@ def _refuse(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
+    b13: Tensor | None,
+    b2: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     return (
@@ -144,8 +144,8 @@ def _refuse_int4(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
+    b13: Tensor | None,
+    b2: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     if w13.shape[1] % 2 or w2.shape[1] % 2:

@@ -81,18 +81,17 @@ def _ungrouped(experts: int, groups: int, topk_groups: int, k: int) -> Refusal |
 def _refuse(
     platform: Platform,
     logits: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     k: int,
-    score: str = "softmax",
-    groups: int = 1,
-    topk_groups: int = 1,
-    group_score: str = "max",
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
+    score: str,
+    groups: int,
+    topk_groups: int,
+    group_score: str,
+    renormalize: bool,
+    eps: float,
+    min_sum: float,
+    scale: float,
+    **_: object,
 ) -> Refusal | None:
     function = _function(bias, score, groups, group_score, scale)
     if isinstance(function, Refusal):

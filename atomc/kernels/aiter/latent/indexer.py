@@ -72,7 +72,6 @@ def refuse_paged_index_topk(
     weights: Tensor,
     index_cache: Tensor,
     block_tables: Tensor,
-    *,
     topk: int,
     **_: object,
 ) -> Refusal | None:

@@ -130,10 +130,9 @@ def _refuse(
     platform: Platform,
     q: Tensor,
     kv_cache: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     latent: int,
-    chosen: Tensor | None = None,
+    chosen: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     return (

@@ -15,10 +15,9 @@ def _refuse(
     platform: Platform,
     q: Tensor,
     kv_cache: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     latent: int,
-    chosen: Tensor | None = None,
+    chosen: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     return unsupported("AITER's attention over all keys", chosen=chosen) or unattended_latents(

@@ -114,7 +114,7 @@ def _refuse_mla_kv_write(
     k_pe: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
+    scale: Tensor | None,
 ) -> Refusal | None:
     return unfit(platform) or unwritable_tokens(
         platform, unbatched(kv_c, 2), unbatched(k_pe, 3), kv_cache, slots, scale
@@ -203,8 +203,8 @@ def _refuse_mla_rope_kv_write(
     sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
-    rope_style: str = "neox",
+    scale: Tensor | None,
+    rope_style: str,
 ) -> Refusal | None:
     if reason := unfit(platform):
         return reason

@@ -25,13 +25,7 @@ HEADS = LEAST = 16
 
 
 def _refuse(
-    platform: Platform,
-    q: Tensor,
-    kv_cache: Tensor,
-    *,
-    latent: int,
-    chosen: Tensor | None = None,
-    **_: object,
+    platform: Platform, q: Tensor, kv_cache: Tensor, latent: int, chosen: Tensor | None, **_: object
 ) -> Refusal | None:
     if chosen is None:
         return Refusal("argument", "AITER's kernel for chosen keys, and none are chosen")

@@ -55,8 +55,7 @@ def _refuse_mla_attention(
     latent: Tensor,
     k_rope: Tensor,
     weight: Tensor,
-    *,
-    chosen: Tensor | None = None,
+    chosen: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     heads, nope = q_nope.shape[-2:]
@@ -104,9 +103,8 @@ def _refuse_mla_paged_attention(
     q: Tensor,
     weight: Tensor,
     kv_cache: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
-    chosen: Tensor | None = None,
+    kv_scale: Tensor | None,
+    chosen: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     heads, width = q.shape[-2:]

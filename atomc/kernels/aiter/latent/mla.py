@@ -70,9 +70,9 @@ def _refuse_mla_rope_kv_write(
     cos: Tensor,
     sin: Tensor,
     kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None = None,
-    rope_style: str = "neox",
+    scale: Tensor | None,
+    rope_style: str,
+    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, fused_qk_rope_cat_and_cache_mla):
         return reason
@@ -140,13 +140,12 @@ def _refuse_bmm_rope_kv_write(
     cos: Tensor,
     sin: Tensor,
     kv_cache: Tensor,
-    scale: Tensor | None = None,
-    *,
+    scale: Tensor | None,
     scheme: str,
-    rope_style: str = "neox",
-    group: int = 128,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    rounding: str = "even",
+    rope_style: str,
+    group: int,
+    dtype: torch.dtype,
+    rounding: str,
     **_: object,
 ) -> Refusal | None:
     if scheme not in ("fp8", "mxfp4"):

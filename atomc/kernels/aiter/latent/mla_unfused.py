@@ -46,8 +46,8 @@ def _refuse_mla_rope_kv_write(
     sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
-    rope_style: str = "neox",
+    scale: Tensor | None,
+    rope_style: str,
 ) -> Refusal | None:
     if reason := unfit(platform):
         return reason
@@ -87,7 +87,6 @@ def _refuse_bmm_rope_kv_write(
     platform: Platform,
     q_nope: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
     q_pe: Tensor,
     kv_c: Tensor,
     k_pe: Tensor,
@@ -95,13 +94,13 @@ def _refuse_bmm_rope_kv_write(
     sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
-    *,
+    scale: Tensor | None,
     scheme: str,
-    rope_style: str = "neox",
-    group: int = 128,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    rounding: str = "even",
+    rope_style: str,
+    group: int,
+    dtype: torch.dtype,
+    rounding: str,
+    **_: object,
 ) -> Refusal | None:
     if scheme not in ("fp8", "mxfp4"):
         return Refusal("argument", f"AITER has no product by head in {scheme}")

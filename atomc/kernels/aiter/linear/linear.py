@@ -14,9 +14,7 @@ from atomc.platform import Platform
 gemm_a16w16 = Function("gemm_a16w16", "aiter.tuned_gemm", takes=["bias"])
 
 
-def _refuse(
-    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Refusal | None:
+def _refuse(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None) -> Refusal | None:
     if reason := unfit(platform, gemm_a16w16) or unlike(HALVES, x=x, weight=weight, bias=bias):
         return reason
     # Few rows go to a kernel that does not read strides; which ones, AITER's tables say.

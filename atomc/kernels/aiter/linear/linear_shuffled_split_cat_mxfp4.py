@@ -40,7 +40,6 @@ def _refuse(
     platform: Platform,
     weight: Tensor,
     k_pe: Tensor,
-    *,
     scheme: str,
     out_dtype: torch.dtype,
     **_: object,

@@ -31,7 +31,6 @@ def _refuse(
     x: Tensor,
     weight: Tensor,
     k_pe: Tensor,
-    *,
     scheme: str,
     out_dtype: torch.dtype,
     **_: object,

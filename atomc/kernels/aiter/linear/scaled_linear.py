@@ -57,8 +57,7 @@ def _refuse_fp8_tensor(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Refusal | None:
     if (
@@ -96,10 +95,9 @@ def _refuse_blocks(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-    block: int = 128,
+    block: int,
 ) -> Refusal | None:
     if reason := unfit(platform, gemm_a8w8_blockscale) or foreign_fp8(platform, weight.dtype):
         return reason
@@ -138,11 +136,10 @@ def _refuse_int8(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, gemm_a8w8)
@@ -179,11 +176,10 @@ def _refuse_mxfp4(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, gemm_a4w4)

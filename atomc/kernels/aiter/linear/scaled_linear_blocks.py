@@ -25,10 +25,9 @@ def _refuse(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-    block: int = 128,
+    block: int,
 ) -> Refusal | None:
     if reason := (
         unfit(platform, gemm_a8w8_blockscale_bpreshuffle)

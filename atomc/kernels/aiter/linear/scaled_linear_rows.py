@@ -36,8 +36,7 @@ def _refuse(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Refusal | None:
     if reason := unfit(platform, gemm_a8w8_bpreshuffle) or foreign_fp8(platform, weight.dtype):

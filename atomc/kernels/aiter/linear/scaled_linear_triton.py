@@ -48,9 +48,8 @@ def _refuse_fp8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
     out_dtype: torch.dtype,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, triton_gemm_a8w8)
@@ -92,7 +91,7 @@ def scaled_linear_fp8(
 
 
 def _refuse_int8(
-    platform: Platform, x: Tensor, weight: Tensor, *, out_dtype: torch.dtype, **_: object
+    platform: Platform, x: Tensor, weight: Tensor, out_dtype: torch.dtype, **_: object
 ) -> Refusal | None:
     return unfit(platform, triton_gemm_a8w8) or _unmultiplied(x, weight, out_dtype)
 
@@ -114,10 +113,9 @@ def _refuse_blocks(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-    block: int = 128,
+    block: int,
     **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, triton_gemm_a8w8_blockscale) or foreign_fp8(
@@ -158,11 +156,10 @@ def _refuse_mxfp4(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
+    **_: object,
 ) -> Refusal | None:
     if (
         reason := unfit(platform, triton_gemm_afp4wfp4)

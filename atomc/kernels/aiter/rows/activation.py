@@ -45,7 +45,7 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _refuse_gelu_and_mul(
-    platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none"
+    platform: Platform, gate: Tensor, up: Tensor, approximate: str
 ) -> Refusal | None:
     function = aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul
     if reason := unknown(("none", "tanh"), approximate=approximate):

@@ -50,13 +50,12 @@ def _refuse(
     platform: Platform,
     gate: Tensor,
     up: Tensor,
-    scale: Tensor | None = None,
-    *,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
+    rounding: str,
+    **_: object,
 ) -> Refusal | None:
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER has no activation that quantizes as {scheme}")

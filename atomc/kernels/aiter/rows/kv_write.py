@@ -80,8 +80,8 @@ def _refuse(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> Refusal | None:
     return (
         unfit(platform, reshape_and_cache_flash)

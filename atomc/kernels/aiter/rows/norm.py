@@ -24,7 +24,7 @@ STORED_COLUMNS = 2
 
 
 def refuse_rms_norm(
-    platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after"
+    platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str
 ) -> Refusal | None:
     if reason := unfit(platform, rmsnorm if style == "one_plus" else rmsnorm2d_fwd):
         return reason
@@ -77,7 +77,7 @@ def add_rms_norm(
 
 
 def _refuse_layer_norm(
-    platform: Platform, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    platform: Platform, x: Tensor, weight: Tensor | None, bias: Tensor | None, **_: object
 ) -> Refusal | None:
     return unfit(platform, layernorm2d_fwd) or _affine(x, None, weight, bias)
 
@@ -88,7 +88,7 @@ def _refuse_add_layer_norm(
     residual: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
+    **_: object,
 ) -> Refusal | None:
     return unfit(platform, layernorm2d_fwd_with_add) or _affine(x, residual, weight, bias)
 

@@ -45,13 +45,12 @@ def _refuse(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    residual: Tensor | None = None,
-    *,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    rounding: str = "even",
-    keep: bool = False,
+    dtype: torch.dtype,
+    group: int,
+    rounding: str,
+    keep: bool,
+    residual: Tensor | None = None,
     **_: object,
 ) -> Refusal | None:
     if reason := (

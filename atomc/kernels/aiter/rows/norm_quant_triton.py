@@ -44,13 +44,12 @@ def _refuse(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    style: str = "after",
-    residual: Tensor | None = None,
-    *,
+    style: str,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    rounding: str = "even",
+    dtype: torch.dtype,
+    group: int,
+    rounding: str,
+    residual: Tensor | None = None,
     **_: object,
 ) -> Refusal | None:
     if scheme not in FUNCTIONS:

@@ -53,7 +53,7 @@ def unreadable(
 
 
 def _refuse_rms_norm(
-    platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after"
+    platform: Platform, x: Tensor, weight: Tensor, style: str, **_: object
 ) -> Refusal | None:
     return unfit(platform, triton_rms_norm) or unreadable(x, None, weight, style)
 
@@ -67,12 +67,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
 
 
 def _refuse_add_rms_norm(
-    platform: Platform,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    style: str = "after",
-    **_: object,
+    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, style: str, **_: object
 ) -> Refusal | None:
     return unfit(platform, fused_add_rmsnorm_pad) or unreadable(x, residual, weight, style)
 
@@ -102,7 +97,7 @@ def add_rms_norm_pad(
 
 
 def _refuse_layer_norm(
-    platform: Platform, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    platform: Platform, x: Tensor, weight: Tensor | None, bias: Tensor | None, **_: object
 ) -> Refusal | None:
     return unfit(platform, triton_layer_norm) or _affine(x, None, weight, bias)
 
@@ -113,7 +108,7 @@ def _refuse_add_layer_norm(
     residual: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
+    **_: object,
 ) -> Refusal | None:
     return unfit(platform, triton_layer_norm_with_add) or _affine(x, residual, weight, bias)
 

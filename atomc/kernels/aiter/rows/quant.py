@@ -34,7 +34,7 @@ def _rows_of_halves(x: Tensor) -> Refusal | None:
 
 
 def refuse_static(
-    platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+    platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Refusal | None:
     return (
         unfit(platform, static_per_tensor_quant)
@@ -52,9 +52,7 @@ def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8
     return codes.view(x.shape)
 
 
-def refuse_per_token(
-    platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> Refusal | None:
+def refuse_per_token(platform: Platform, x: Tensor, dtype: torch.dtype) -> Refusal | None:
     return (
         unfit(platform, dynamic_per_token_scaled_quant)
         or foreign_fp8(platform, dtype)
@@ -75,11 +73,7 @@ def quant_fp8_per_token(
 
 
 def refuse_group(
-    platform: Platform,
-    x: Tensor,
-    group: int = 128,
-    column_major_scales: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    platform: Platform, x: Tensor, group: int, column_major_scales: bool, dtype: torch.dtype
 ) -> Refusal | None:
     if (
         reason := unfit(platform, dynamic_per_token_scaled_quant)
@@ -115,7 +109,7 @@ def quant_fp8_group(
     return codes.view(x.shape), rows.view(*x.shape[:-1], groups)
 
 
-def refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
+def refuse_mxfp4(platform: Platform, x: Tensor, rounding: str) -> Refusal | None:
     if (
         reason := unfit(platform, dynamic_per_group_scaled_quant_fp4)
         or _rows_of_halves(x)

@@ -39,11 +39,7 @@ def _refuse(
 
 
 def _refuse_group(
-    platform: Platform,
-    x: Tensor,
-    group: int = 128,
-    column_major_scales: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    platform: Platform, x: Tensor, group: int, dtype: torch.dtype, **_: object
 ) -> Refusal | None:
     if reason := _refuse(platform, fused_flatten_fp8_group_quant, x, dtype):
         return reason
@@ -71,7 +67,7 @@ def quant_fp8_group(
     return codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1])
 
 
-def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
+def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str) -> Refusal | None:
     return (
         _refuse(platform, dynamic_mxfp4_quant, x) or uneven(x.shape[-1], 32) or rounded_up(rounding)
     )

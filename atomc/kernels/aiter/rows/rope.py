@@ -97,7 +97,7 @@ def empty_rotated(x: Tensor, cos: Tensor, style: str) -> Tensor:
 
 
 def refuse_rope(
-    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
+    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str
 ) -> Refusal | None:
     return unfit(platform, rope_cached_fwd_impl) or unrotatable(x, cos, sin, style)
 

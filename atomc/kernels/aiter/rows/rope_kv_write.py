@@ -58,9 +58,9 @@ def _refuse(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    rope_style: str = "neox",
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    rope_style: str,
 ) -> Refusal | None:
     return unrotatable_heads(
         platform, q, k, v, cos, sin, k_cache, v_cache, k_scale, v_scale, rope_style

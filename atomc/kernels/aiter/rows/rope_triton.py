@@ -21,9 +21,7 @@ triton_rope_cached_fwd = Function(
 )
 
 
-def _refuse(
-    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
-) -> Refusal | None:
+def _refuse(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Refusal | None:
     if reason := unfit(platform, triton_rope_cached_fwd) or unrotatable(x, cos, sin, style):
         return reason
     width, rotated = x.shape[-1], rotated_width(cos, style)
