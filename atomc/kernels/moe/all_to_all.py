@@ -11,9 +11,8 @@ from torch import Tensor, distributed
 from atomc.kernels.moe.collectives import Ranks
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.placement import placement
-from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import ExpertsScheme
-from atomc.kernels.moe.weight_and_reduce import Contiguous, Delegate, WeightAndReduce, rows_at
+from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
+from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce, rows_at
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,14 @@ class AllToAll(PrepareFinalize):
             owner = placement(self.name, expert_map, self.ranks).owner
         self.owner = owner
 
-    def prepare_no_receive(
+    def send(
         self,
-        x: Tensor,
-        x_scale: Tensor | None,
+        codes: Tensor,
+        scale: Tensor | None,
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: ExpertsScheme,
     ) -> Receiver:
-        codes, scale = quantized(x, x_scale, scheme)
         wanted = self._wanted(ids)
         counts = wanted.sum(0)
         sizes = torch.stack((counts, self.ranks.all_to_all(counts)())).tolist()
@@ -87,7 +84,7 @@ class AllToAll(PrepareFinalize):
     ) -> Tensor:
         record = dispatched.sent
         assert isinstance(record, _Rows)
-        reduction = Delegate.resolve(weight_and_reduce, Contiguous())
+        reduction = weight_and_reduce.resolved(Contiguous())
         sums = reduction.apply(results, dispatched.weights)
         back = self.ranks.all_to_all(sums, record.sent, record.received)()
         return rows_at(back, record.slots).sum(1, dtype=torch.float32).to(results.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
+from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
 
 
 class Sizes(NamedTuple):
@@ -61,9 +61,9 @@ class ExpertsKernel(ABC):
         """The weights in the layout that apply reads: made once, and held instead of the others."""
         return weights
 
-    @abstractmethod
     def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
-        """What apply needs for so many rows."""
+        """What apply needs for so many rows; here for results of tokens, without workspaces."""
+        return WorkspaceShapes((0,), (0,), (sizes.rows, sizes.hidden))
 
     @abstractmethod
     def apply(
@@ -80,9 +80,9 @@ class ExpertsKernel(ABC):
         after.
         """
 
-    @abstractmethod
     def finalize_weight_and_reduce(self) -> WeightAndReduce:
-        """What finalize has to do with the output."""
+        """What finalize has to do with the output: nothing for results of tokens."""
+        return NoOp()
 
 
 def local_ids(ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:

@@ -38,7 +38,6 @@ class PrepareFinalize(ABC):
         self.expert_map = expert_map
         self.num_local_experts = None if expert_map is None else int((expert_map >= 0).sum())
 
-    @abstractmethod
     def prepare_no_receive(
         self,
         x: Tensor,
@@ -53,6 +52,21 @@ class PrepareFinalize(ABC):
 
         x, x_scale    [T, H] and None; or codes that are quantized already and [T, S]
         ids, weights  [T, k]
+        """
+        codes, scale = scheme.quantize(x) if x_scale is None else (x, x_scale)
+        return self.send(codes, scale, ids, weights, num_local_experts)
+
+    @abstractmethod
+    def send(
+        self,
+        codes: Tensor,
+        scale: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        num_local_experts: int,
+    ) -> Receiver:
+        """prepare_no_receive of what the scheme made of x: codes [T, H] and scales [T, S], or x and
+        None.
         """
 
     def prepare(
@@ -72,10 +86,3 @@ class PrepareFinalize(ABC):
         self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
     ) -> Tensor:
         """Results of the experts -> [T, H] of the tokens of this rank, in the dtype of results."""
-
-
-def quantized(
-    x: Tensor, x_scale: Tensor | None, scheme: ExpertsScheme
-) -> tuple[Tensor, Tensor | None]:
-    """Codes and scales of x, unless x has codes already."""
-    return scheme.quantize(x) if x_scale is None else (x, x_scale)

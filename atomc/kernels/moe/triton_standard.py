@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes, local_ids
+from atomc.kernels.moe.experts import ExpertsKernel, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8PerBlock
-from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
+from atomc.kernels.moe.schemes import ALL_SCHEMES
 
 
 def no_triton(device: torch.device) -> str | None:
@@ -25,9 +24,9 @@ def no_triton(device: torch.device) -> str | None:
 
 def unfit_block(name: str, config: ExpertsConfig, multiple: int) -> str | None:
     """Refuse squares of weights that a tile of the kernels would cross."""
-    scheme = config.scheme
-    if isinstance(scheme, Fp8PerBlock) and scheme.block % multiple:
-        return f"{name} supports fp8 blocks of multiples of {multiple}, not of {scheme.block}"
+    block = config.scheme.block
+    if block % multiple:
+        return f"{name} supports fp8 blocks of multiples of {multiple}, not of {block}"
     return None
 
 
@@ -48,9 +47,6 @@ class Triton(ExpertsKernel):
 
     def refuse_config(self, config: ExpertsConfig) -> str | None:
         return unfit_block(self.name, config, 128)
-
-    def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
-        return WorkspaceShapes((0,), (0,), (sizes.rows, sizes.hidden))
 
     def apply(
         self,
@@ -79,9 +75,6 @@ class Triton(ExpertsKernel):
             lambda act: quantize(scheme, act),
             output.dtype,
             config.gate,
-            scheme.block if isinstance(scheme, Fp8PerBlock) else 0,
+            scheme.block,
         )
         output.copy_(sums)
-
-    def finalize_weight_and_reduce(self) -> WeightAndReduce:
-        return NoOp()

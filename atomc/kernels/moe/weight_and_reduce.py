@@ -17,6 +17,10 @@ class WeightAndReduce(ABC):
     def apply(self, results: Tensor, weights: Tensor) -> Tensor:
         """results of a part, weights [M, k] -> [M, H] in the dtype of results."""
 
+    def resolved(self, choice: "WeightAndReduce") -> "WeightAndReduce":
+        """What finalize applies: this, or its own choice if this delegates."""
+        return self
+
 
 @dataclass(frozen=True)
 class NoOp(WeightAndReduce):
@@ -54,10 +58,8 @@ class Delegate(WeightAndReduce):
     def apply(self, results: Tensor, weights: Tensor) -> Tensor:
         raise RuntimeError("Delegate computes nothing: finalize replaces it by another one")
 
-    @staticmethod
-    def resolve(given: WeightAndReduce, choice: WeightAndReduce) -> WeightAndReduce:
-        """`choice` if `given` delegates, else `given`."""
-        return choice if isinstance(given, Delegate) else given
+    def resolved(self, choice: WeightAndReduce) -> WeightAndReduce:
+        return choice
 
 
 def rows_at(x: Tensor, index: Tensor) -> Tensor:

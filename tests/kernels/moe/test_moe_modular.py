@@ -461,7 +461,7 @@ def test_blocks_that_the_tiles_of_a_kernel_cross_are_refused(
 
 
 @pytest.mark.parametrize(
-    "experts", [part for part in EXPERTS if EXPERTS[part].formats == (BATCHED,)]
+    "experts", [part for part in EXPERTS if EXPERTS[part].part.activation_formats[0] == BATCHED]
 )
 def test_an_unknown_activation_is_refused(experts: str) -> None:
     with pytest.raises(ValueError, match="activation of experts 'relu' is not one of"):

@@ -17,9 +17,8 @@ from atomc.kernels.moe.combinations.batching import batch_rows, slots_of
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.placement import placement
-from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import ExpertsScheme
-from atomc.kernels.moe.weight_and_reduce import Delegate, NaiveBatched, WeightAndReduce
+from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
+from atomc.kernels.moe.weight_and_reduce import NaiveBatched, WeightAndReduce
 
 
 @dataclass(frozen=True)
@@ -61,25 +60,23 @@ class BatchedAllToAll(PrepareFinalize):
         # Where an expert is if experts are sorted by rank, as the batch that is sent has them.
         self.position = placed.owner * placed.held[0] + placed.row
 
-    def prepare_no_receive(
+    def send(
         self,
-        x: Tensor,
-        x_scale: Tensor | None,
+        codes: Tensor,
+        scale: Tensor | None,
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: ExpertsScheme,
     ) -> Receiver:
-        codes, scale = quantized(x, x_scale, scheme)
         experts, capacity = len(self.position), self.max_tokens_per_rank
         slots, counts = slots_of(local_ids(ids, self.position, experts), experts, capacity)
 
-        def send(rows: Tensor) -> Pending:
+        def exchange(rows: Tensor) -> Pending:
             return self.ranks.all_to_all(batch_rows(rows, slots, experts, capacity))
 
         received_counts = self.ranks.all_to_all(counts)
-        received = send(codes)
-        received_scales = None if scale is None else send(scale)
+        received = exchange(codes)
+        received_scales = None if scale is None else exchange(scale)
 
         def receive() -> Dispatched:
             by_rank = received_counts().view(self.ranks.size, -1)  # [ranks, L]
@@ -108,7 +105,7 @@ class BatchedAllToAll(PrepareFinalize):
         experts, _, width = results.shape
         by_rank = in_places.view(experts, self.ranks.size, -1, width).transpose(0, 1)
         back = self.ranks.all_to_all(by_rank.flatten(0, 1))()  # [E, m, H]
-        reduction = Delegate.resolve(weight_and_reduce, NaiveBatched(record.slots))
+        reduction = weight_and_reduce.resolved(NaiveBatched(record.slots))
         return reduction.apply(back, dispatched.weights)
 
     def _by_expert(self, received: Tensor) -> Tensor:

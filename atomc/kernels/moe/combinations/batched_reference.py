@@ -7,9 +7,8 @@ from torch import Tensor
 from atomc.kernels.moe.combinations.batching import batch_rows, slots_of
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
-from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import ExpertsScheme
-from atomc.kernels.moe.weight_and_reduce import Delegate, NaiveBatched, WeightAndReduce
+from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
+from atomc.kernels.moe.weight_and_reduce import NaiveBatched, WeightAndReduce
 
 
 @dataclass(frozen=True)
@@ -31,17 +30,15 @@ class BatchedReference(PrepareFinalize):
         super().__init__(expert_map)
         self.max_tokens_per_rank = max_tokens_per_rank
 
-    def prepare_no_receive(
+    def send(
         self,
-        x: Tensor,
-        x_scale: Tensor | None,
+        codes: Tensor,
+        scale: Tensor | None,
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: ExpertsScheme,
     ) -> Receiver:
-        codes, scale = quantized(x, x_scale, scheme)
-        capacity = len(x) if self.max_tokens_per_rank is None else self.max_tokens_per_rank
+        capacity = len(codes) if self.max_tokens_per_rank is None else self.max_tokens_per_rank
         local = local_ids(ids, self.expert_map, num_local_experts)
         slots, counts = slots_of(local, num_local_experts, capacity)
         batch = batch_rows(codes, slots, num_local_experts, capacity)
@@ -53,5 +50,5 @@ class BatchedReference(PrepareFinalize):
         self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
     ) -> Tensor:
         assert isinstance(dispatched.sent, _Slots)
-        reduction = Delegate.resolve(weight_and_reduce, NaiveBatched(dispatched.sent.slots))
+        reduction = weight_and_reduce.resolved(NaiveBatched(dispatched.sent.slots))
         return reduction.apply(results, dispatched.weights)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes, local_ids
+from atomc.kernels.moe.experts import ExpertsKernel, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
 from atomc.ops.experts import gate_and_up
 
 MODULE, FUNCTION = "flashinfer.fused_moe", "cutlass_fused_moe"
@@ -62,9 +61,6 @@ class FlashInfer(ExpertsKernel):
         b13 = None if weights.b13 is None else swapped(weights.b13)
         return replace(weights, w13=w13, w2=weights.w2.contiguous(), b13=b13)
 
-    def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
-        return WorkspaceShapes((0,), (0,), (sizes.rows, sizes.hidden))
-
     def apply(
         self,
         output: Tensor,
@@ -96,9 +92,6 @@ class FlashInfer(ExpertsKernel):
             output=output,
             use_fused_finalize=False,  # which adds with atomics, in any order
         )
-
-    def finalize_weight_and_reduce(self) -> WeightAndReduce:
-        return NoOp()
 
 
 @functools.cache

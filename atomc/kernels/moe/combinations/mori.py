@@ -15,9 +15,8 @@ from atomc.kernels.moe.collectives import Ranks
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.placement import placement
-from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import ExpertsScheme
-from atomc.kernels.moe.weight_and_reduce import Contiguous, Delegate, WeightAndReduce
+from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
+from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
@@ -68,16 +67,14 @@ class Mori(PrepareFinalize):
         self._operators: dict[tuple[object, ...], Any] = {}
         _connect(self.ranks.group_name)
 
-    def prepare_no_receive(
+    def send(
         self,
-        x: Tensor,
-        x_scale: Tensor | None,
+        codes: Tensor,
+        scale: Tensor | None,
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: ExpertsScheme,
     ) -> Receiver:
-        codes, scale = quantized(x, x_scale, scheme)
         slots = local_ids(ids, self.slot, num_local_experts)
         slots = slots.masked_fill(slots < 0, self.no_expert).int()
         operator = self._operator(codes, scale, ids.shape[1])
@@ -95,7 +92,7 @@ class Mori(PrepareFinalize):
                 row_scale,
                 row_slots.masked_fill(unused, -1),
                 row_weights,
-                sent=_Tokens(operator, slots, len(x)),
+                sent=_Tokens(operator, slots, len(codes)),
             )
 
         return receive
@@ -105,7 +102,7 @@ class Mori(PrepareFinalize):
     ) -> Tensor:
         record = dispatched.sent
         assert isinstance(record, _Tokens)
-        reduction = Delegate.resolve(weight_and_reduce, Contiguous())
+        reduction = weight_and_reduce.resolved(Contiguous())
         sums = reduction.apply(results, dispatched.weights).contiguous()
         added, _ = record.operator.combine(sums, None, record.ids)
         out: Tensor = added[: record.tokens].clone()  # of memory that the next call writes

@@ -11,9 +11,8 @@ from torch import Tensor, distributed
 
 from atomc.kernels.moe.collectives import Pending, Ranks
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
-from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import ExpertsScheme
-from atomc.kernels.moe.weight_and_reduce import Contiguous, Delegate, WeightAndReduce
+from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
+from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce
 
 
 @dataclass(frozen=True)
@@ -43,25 +42,23 @@ class Naive(PrepareFinalize):
         self.ranks = Ranks(self.name, group)
         self.num_dispatchers = self.ranks.size
 
-    def prepare_no_receive(
+    def send(
         self,
-        x: Tensor,
-        x_scale: Tensor | None,
+        codes: Tensor,
+        scale: Tensor | None,
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: ExpertsScheme,
     ) -> Receiver:
-        codes, scale = quantized(x, x_scale, scheme)
         missing = self._most(ids) - len(ids)
 
-        def send(rows: Tensor, fill: int = 0) -> Pending:
+        def gather(rows: Tensor, fill: int = 0) -> Pending:
             raw = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
             padded = F.pad(raw, (0, 0, 0, missing), value=fill)
             return self.ranks.all_gather(padded.view(rows.dtype))
 
-        sent = send(codes), send(ids, -1), send(weights)
-        scales = None if scale is None else send(scale)
+        sent = gather(codes), gather(ids, -1), gather(weights)
+        scales = None if scale is None else gather(scale)
 
         def receive() -> Dispatched:
             x, ids, weights = (pending() for pending in sent)
@@ -74,7 +71,7 @@ class Naive(PrepareFinalize):
         self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
     ) -> Tensor:
         assert isinstance(dispatched.sent, _Tokens)
-        reduction = Delegate.resolve(weight_and_reduce, Contiguous())
+        reduction = weight_and_reduce.resolved(Contiguous())
         added = reduction.apply(results, dispatched.weights)
         return self.ranks.reduce_scatter(added)[: dispatched.sent.of_this_rank]
 

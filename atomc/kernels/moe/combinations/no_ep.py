@@ -3,9 +3,8 @@
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import ExpertsScheme
-from atomc.kernels.moe.weight_and_reduce import Contiguous, Delegate, WeightAndReduce
+from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
+from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce
 
 
 class NoEP(PrepareFinalize):
@@ -14,20 +13,19 @@ class NoEP(PrepareFinalize):
     name = "no_ep"
     activation_format = ActivationFormat.STANDARD
 
-    def prepare_no_receive(
+    def send(
         self,
-        x: Tensor,
-        x_scale: Tensor | None,
+        codes: Tensor,
+        scale: Tensor | None,
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: ExpertsScheme,
     ) -> Receiver:
-        dispatched = Dispatched(*quantized(x, x_scale, scheme), ids, weights)
+        dispatched = Dispatched(codes, scale, ids, weights)
         return lambda: dispatched
 
     def finalize(
         self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
     ) -> Tensor:
-        reduction = Delegate.resolve(weight_and_reduce, Contiguous())
+        reduction = weight_and_reduce.resolved(Contiguous())
         return reduction.apply(results, dispatched.weights)

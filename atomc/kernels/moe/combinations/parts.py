@@ -39,30 +39,12 @@ class PreparePart:
     make: Callable[[Tensor, int], PrepareFinalize]
     note: str
     alone: bool
-    kind: Kind = "prepare"
-
-    @property
-    def name(self) -> str:
-        return self.part.name
-
-    @property
-    def formats(self) -> tuple[ActivationFormat, ...]:
-        return (self.part.activation_format,)
 
 
 @dataclass(frozen=True)
 class ExpertsPart:
     part: type[ExpertsKernel]
     note: str
-    kind: Kind = "experts"
-
-    @property
-    def name(self) -> str:
-        return self.part.name
-
-    @property
-    def formats(self) -> tuple[ActivationFormat, ...]:
-        return (self.part.activation_formats[0],)
 
 
 @dataclass(frozen=True)
@@ -76,8 +58,8 @@ class RefusedPart:
 
 
 PREPARE = {
-    made.name: made
-    for made in (
+    entry.part.name: entry
+    for entry in (
         PreparePart(
             NoEP, lambda expert_map, _: NoEP(expert_map), "one rank; no communication", True
         ),
@@ -115,8 +97,8 @@ PREPARE = {
     )
 }
 EXPERTS = {
-    made.name: made
-    for made in (
+    entry.part.name: entry
+    for entry in (
         ExpertsPart(Reference, "references of the ops, one expert after another; any device"),
         ExpertsPart(Grouped, "`torch.nn.functional.grouped_mm` over rows sorted by expert"),
         ExpertsPart(Triton, "grouped products in Triton over blocks of rows of one expert"),
@@ -137,8 +119,8 @@ _DEEP_GEMM = (
     "not adapted: deep-gemm 1.0.0 on PyPI lacks the CUDA headers that it compiles at run time"
 )
 REFUSED = {
-    made.name: made
-    for made in (
+    entry.name: entry
+    for entry in (
         RefusedPart("deepep_high_throughput", "prepare", (STANDARD,), _DEEP_EP),
         RefusedPart("deepep_low_latency", "prepare", (BATCHED,), _DEEP_EP),
         RefusedPart("pplx", "prepare", (BATCHED,), "not adapted: there is no package to install"),
@@ -210,20 +192,16 @@ def markdown() -> Iterator[str]:
     """The lines of the table in docs/moe.md."""
     yield "| part | kind | format | schemes | here | what it is, or why it is not here |"
     yield "|---|---|---|---|---|---|"
-    here: list[PreparePart | ExpertsPart] = [*PREPARE.values(), *EXPERTS.values()]
-    for entry in here:
-        yield _row(entry.name, entry.kind, entry.formats, entry.part.schemes, "yes", entry.note)
+    for prepare in PREPARE.values():
+        yield _row(prepare.part, "prepare", prepare.part.activation_format, prepare.note)
+    for experts in EXPERTS.values():
+        yield _row(experts.part, "experts", experts.part.activation_formats[0], experts.note)
     for refused in sorted(REFUSED.values(), key=lambda refused: refused.kind, reverse=True):
-        yield _row(refused.name, refused.kind, refused.formats, (), "no", refused.reason)
+        formats = ", ".join(item.value for item in refused.formats)
+        yield f"| `{refused.name}` | {refused.kind} | {formats} | - | no | {refused.reason} |"
 
 
 def _row(
-    name: str,
-    kind: str,
-    formats: tuple[ActivationFormat, ...],
-    schemes: tuple[str, ...],
-    here: str,
-    text: str,
+    part: type[PrepareFinalize] | type[ExpertsKernel], kind: Kind, form: ActivationFormat, note: str
 ) -> str:
-    shown = ", ".join(item.value for item in formats)
-    return f"| `{name}` | {kind} | {shown} | {', '.join(schemes) or '-'} | {here} | {text} |"
+    return f"| `{part.name}` | {kind} | {form.value} | {', '.join(part.schemes)} | yes | {note} |"

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes, local_ids
+from atomc.kernels.moe.experts import ExpertsKernel, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8PerBlock
-from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
+from atomc.kernels.moe.schemes import ALL_SCHEMES
 from atomc.ops.experts import moe_experts
 from atomc.ops.scaled_experts import moe_experts_fp8, moe_experts_int8
 
@@ -20,9 +19,6 @@ class Reference(ExpertsKernel):
     schemes = ALL_SCHEMES
     supports_chunking = True
     supports_expert_map = True
-
-    def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
-        return WorkspaceShapes((0,), (0,), (sizes.rows, sizes.hidden))
 
     def apply(
         self,
@@ -47,9 +43,6 @@ class Reference(ExpertsKernel):
             )
         )
 
-    def finalize_weight_and_reduce(self) -> WeightAndReduce:
-        return NoOp()
-
 
 def experts_reference(
     x: Tensor,
@@ -68,5 +61,6 @@ def experts_reference(
     arguments = (x, x_scale, ids, weights, w.w13, w.w13_scale, w.w2, w.w2_scale, w.b13, w.b2)
     if scheme.name == "int8":
         return moe_experts_int8.reference(*arguments, out_dtype=out_dtype, **config.gate)
-    block = scheme.block if isinstance(scheme, Fp8PerBlock) else 0
-    return moe_experts_fp8.reference(*arguments, out_dtype=out_dtype, block=block, **config.gate)
+    return moe_experts_fp8.reference(
+        *arguments, out_dtype=out_dtype, block=scheme.block, **config.gate
+    )

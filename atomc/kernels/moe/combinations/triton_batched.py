@@ -6,7 +6,7 @@ from torch import Tensor
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8PerBlock
+from atomc.kernels.moe.schemes import ALL_SCHEMES
 from atomc.kernels.moe.triton_standard import no_triton, unfit_block
 from atomc.kernels.moe.weight_and_reduce import Delegate, WeightAndReduce
 
@@ -49,7 +49,6 @@ class TritonBatched(ExpertsKernel):
 
         assert dispatched.expert_num_tokens is not None
         w, scheme, num_tokens = weights, config.scheme, dispatched.expert_num_tokens
-        block = scheme.block if isinstance(scheme, Fp8PerBlock) else 0
         batched_product(
             dispatched.x,
             dispatched.x_scale,
@@ -58,11 +57,13 @@ class TritonBatched(ExpertsKernel):
             w.b13,
             num_tokens,
             workspace13,
-            block=block,
+            block=scheme.block,
             **config.gate,
         )
         codes, scale = quantize(scheme, workspace13)
-        batched_product(codes, scale, w.w2, w.w2_scale, w.b2, num_tokens, output, block=block)
+        batched_product(
+            codes, scale, w.w2, w.w2_scale, w.b2, num_tokens, output, block=scheme.block
+        )
 
     def finalize_weight_and_reduce(self) -> WeightAndReduce:
         return Delegate()
