@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import refuse_gpus
 from atomc.kernels.cpu_linears import finish
 from atomc.kernels.dequantized import fp8_values, multiply, mxfp4_values
 from atomc.kernels.torch import scaled_linear_fp8 as fp8
-from atomc.kernels.torch.experts.experts import expert_slice, one_by_one
+from atomc.kernels.torch.experts.experts import one_by_one
 from atomc.ops.experts import gated
-from atomc.ops.op import Refusal
 from atomc.ops.quant import (
     quant_fp8_group,
     quant_fp8_per_token,
@@ -20,14 +20,9 @@ from atomc.ops.quant import (
     quant_mxfp4,
 )
 from atomc.ops.scaled_linear import int4_weight
-from atomc.platform import Platform
 
 
-def refuse_moe_experts_quantized(platform: Platform, *_: object, **__: object) -> Refusal | None:
-    return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
-
-
-@ops.moe_experts_fp8.kernel("torch", refuses=refuse_moe_experts_quantized, syncs=True)
+@ops.moe_experts_fp8.kernel("torch", refuses=refuse_gpus, syncs=True)
 def moe_experts_fp8(
     x: Tensor,
     x_scale: Tensor,
@@ -57,26 +52,20 @@ def moe_experts_fp8(
             )
         return fp8.scaled_linear_fp8(codes, weight, scale, weight_scale, bias, out_dtype=out_dtype)
 
-    def between(h: Tensor) -> tuple[Tensor, ...]:
+    def between(h: Tensor) -> tuple[Tensor, Tensor]:
         h = gated(h, activation, interleaved, alpha, limit)
         if block:
             return quant_fp8_group.reference(h, block, dtype=x.dtype)
         if act_scale is None:
             return quant_fp8_per_token.reference(h, x.dtype)
-        return (quant_fp8_static.reference(h, act_scale, x.dtype),)
+        return quant_fp8_static.reference(h, act_scale, x.dtype), act_scale.expand(len(h), 1)
 
-    def up(e: int, codes: Tensor, scale: Tensor = x_scale) -> Tensor:
-        return product(codes, scale, w13[e], w13_scale[e], expert_slice(b13, e))
-
-    def down(e: int, codes: Tensor, scale: Tensor | None = act_scale) -> Tensor:
-        assert scale is not None
-        return product(codes, scale, w2[e], w2_scale[e], expert_slice(b2, e))
-
-    operands = (x,) if x_scale.dim() == 1 else (x, x_scale)
-    return one_by_one(ids, weights, len(w13), operands, up, between, down)
+    scale = x_scale.expand(len(x), 1) if x_scale.dim() == 1 else x_scale
+    up, down = (w13, w13_scale, b13), (w2, w2_scale, b2)
+    return one_by_one(ids, weights, (x, scale), product, up, between, down)
 
 
-@ops.moe_experts_int8.kernel("torch", refuses=refuse_moe_experts_quantized, syncs=True)
+@ops.moe_experts_int8.kernel("torch", refuses=refuse_gpus, syncs=True)
 def moe_experts_int8(
     x: Tensor,
     x_scale: Tensor,
@@ -102,22 +91,14 @@ def moe_experts_int8(
         total = multiply(rows, len(weight), lambda a, b: weight[a:b].to(torch.float32))
         return finish(total.mul_(weight_scale.flatten()), rows, scale, bias, out_dtype)
 
-    return one_by_one(
-        ids,
-        weights,
-        len(w13),
-        (x, x_scale),
-        up=lambda e, codes, scale: product(
-            codes, scale, w13[e], w13_scale[e], expert_slice(b13, e)
-        ),
-        between=lambda h: quant_int8_per_token.reference(
-            gated(h, activation, interleaved, alpha, limit)
-        ),
-        down=lambda e, codes, scale: product(codes, scale, w2[e], w2_scale[e], expert_slice(b2, e)),
-    )
+    def between(h: Tensor) -> tuple[Tensor, Tensor]:
+        return quant_int8_per_token.reference(gated(h, activation, interleaved, alpha, limit))
+
+    up, down = (w13, w13_scale, b13), (w2, w2_scale, b2)
+    return one_by_one(ids, weights, (x, x_scale), product, up, between, down)
 
 
-@ops.moe_experts_w4a16.kernel("torch", refuses=refuse_moe_experts_quantized, syncs=True)
+@ops.moe_experts_w4a16.kernel("torch", refuses=refuse_gpus, syncs=True)
 def moe_experts_w4a16(
     x: Tensor,
     ids: Tensor,
@@ -150,19 +131,15 @@ def moe_experts_w4a16(
     return one_by_one(
         ids,
         weights,
-        len(w13),
         (x,),
-        up=lambda e, rows: product(
-            rows, w13[e], w13_scale[e], expert_slice(w13_zeros, e), expert_slice(b13, e)
-        ),
-        between=lambda h: (gated(h, activation, interleaved, alpha, limit),),
-        down=lambda e, rows: product(
-            rows, w2[e], w2_scale[e], expert_slice(w2_zeros, e), expert_slice(b2, e)
-        ),
+        product,
+        (w13, w13_scale, w13_zeros, b13),
+        lambda h: (gated(h, activation, interleaved, alpha, limit),),
+        (w2, w2_scale, w2_zeros, b2),
     )
 
 
-@ops.moe_experts_mxfp4.kernel("torch", refuses=refuse_moe_experts_quantized, syncs=True)
+@ops.moe_experts_mxfp4.kernel("torch", refuses=refuse_gpus, syncs=True)
 def moe_experts_mxfp4(
     x: Tensor,
     ids: Tensor,
@@ -204,12 +181,5 @@ def moe_experts_mxfp4(
         )
         return finish(total, rows, None, bias, out_dtype)
 
-    return one_by_one(
-        ids,
-        weights,
-        len(w13),
-        (values(x, x_scale),),
-        up=lambda e, rows: product(rows, w13[e], w13_scale[e], expert_slice(b13, e)),
-        between=between,
-        down=lambda e, rows: product(rows, w2[e], w2_scale[e], expert_slice(b2, e)),
-    )
+    up, down = (w13, w13_scale, b13), (w2, w2_scale, b2)
+    return one_by_one(ids, weights, (values(x, x_scale),), product, up, between, down)
