@@ -2,7 +2,7 @@
 
 QuantizationConfig -> get_quant_method(layer, prefix) -> LinearMethod
                    -> get_experts_method(experts, prefix) -> ExpertsMethod
-    create_weights, (load), process_weights_after_loading, apply
+    create_weights, (load), process_weights_after_loading; scheme.apply
 """
 
 from atomc.quantization.apply import quantize

@@ -48,16 +48,17 @@ def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") ->
     for name, layer in model.named_modules():
         if name in unquantized:
             continue
-        if type(layer) is nn.Linear and is_quantized_by_library(layer):
-            continue
-        if type(layer) is nn.Linear and owners.get(id(layer.weight)) == 1:
-            method = config.get_quant_method(layer, unwrapped(name.removeprefix(strip)))
-            if method is not None:
+        prefix = unwrapped(name.removeprefix(strip))
+        if type(layer) is nn.Linear:
+            alone = owners.get(id(layer.weight)) == 1 and not is_quantized_by_library(layer)
+            if alone and (method := config.get_quant_method(layer, prefix)):
                 linears[name] = method
-        elif is_experts(layer) and _is_alone(layer, owners):
-            of_experts = config.get_experts_method(layer, unwrapped(name.removeprefix(strip)))
-            if of_experts is not None:
-                experts[name] = of_experts
+        elif (
+            is_experts(layer)
+            and _is_alone(layer, owners)
+            and (of_experts := config.get_experts_method(layer, prefix))
+        ):
+            experts[name] = of_experts
     return Methods(linears, experts)
 
 
@@ -128,12 +129,12 @@ def move_biases(old: nn.Module, layer: QuantizedExperts) -> None:
 def drop_optional(model: nn.Module, stored: Collection[str]) -> None:
     """Delete the optional parameters that this checkpoint does not have."""
     for name, layer in quantized(model):
-        for optional in layer.method.format.optional if layer.method.format else ():
+        for optional in layer.method.optional:
             if f"{name}.{optional}" not in stored:
                 del layer._parameters[optional]
     leaves = {name.rpartition(".")[2] for name in stored}
     for _, experts in quantized_experts(model):
-        for optional in experts.method.format.optional if experts.method.format else ():
+        for optional in experts.method.optional:
             for child in experts.children():
                 if optional not in leaves:
                     child._parameters.pop(optional, None)
@@ -231,11 +232,8 @@ def quantize_layers(
     shared: dict[int, nn.Parameter] = {}
     quantized_layers = []
     for name, layer, layer_tensors in zip(names, old, tensors, strict=True):
-        bias = layer.bias
-        if bias is not None:
-            bias.requires_grad_(False)
         quantized_layer = QuantizedLinear(
-            layer.in_features, layer.out_features, bias, methods[name]
+            layer.in_features, layer.out_features, layer.bias, methods[name]
         )
         quantized_layer.train(layer.training)
         # A tensor shared by several layers becomes a parameter shared by them.

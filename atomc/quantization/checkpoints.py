@@ -39,15 +39,22 @@ SIXTEEN_BITS = (
 )
 
 
+Rules = tuple[tuple[tuple[str, ...], Scheme, Format | None], ...]
+
+
 @dataclass(frozen=True)
 class Parsed:
     """As in QuantizationConfig; a rule is (targets, scheme, format)."""
 
-    rules: tuple[tuple[tuple[str, ...], Scheme, Format | None], ...]
+    rules: Rules
     ignore: tuple[str, ...] = LM_HEAD
     rename: Mapping[str, str] = field(default_factory=dict)
     kv_cache_dtype: str | None = None
     notes: tuple[str, ...] = ()
+
+
+def _linears(scheme: Scheme, form: Format | None = None) -> Rules:
+    return ((("Linear",), scheme, form),)
 
 
 def only(method: str, config: Config, name: str, *supported: T, default: T | None = None) -> T:
@@ -119,7 +126,7 @@ def fp8(config: Config) -> Parsed:
     else:
         scheme = Fp8Block()
     return Parsed(
-        ((("Linear",), scheme, None),),
+        _linears(scheme),
         LM_HEAD + names(config, "modules_to_not_convert", "ignored_layers", "ignore"),
         {
             "weight_scale_inv": "weight_scale",
@@ -296,12 +303,10 @@ def modelopt(config: Config) -> Parsed:
         kv_cache_dtype = _kv_cache_dtype(method, kv)
     ignore = names(fields, "exclude_modules", "ignore")
     if algorithm == "FP8":
-        return Parsed(
-            ((("Linear",), Fp8("tensor", "static"), None),), ignore, kv_cache_dtype=kv_cache_dtype
-        )
+        return Parsed(_linears(Fp8("tensor", "static")), ignore, kv_cache_dtype=kv_cache_dtype)
     only(method, fields, "group_size", NVFP4_GROUP, default=NVFP4_GROUP)
     return Parsed(
-        ((("Linear",), Nvfp4(), MODELOPT_NVFP4),),
+        _linears(Nvfp4(), MODELOPT_NVFP4),
         ignore,
         kv_cache_dtype=kv_cache_dtype,
         notes=(SIXTEEN_BITS,) if algorithm == "NVFP4" else (),
@@ -332,7 +337,7 @@ def gptq(config: Config) -> Parsed:
     # Zero points are always stored; sym decides whether they are used.
     scheme = Int4(_group_size("gptq", config, "group_size"), not config.get("sym", True))
     return Parsed(
-        ((("Linear",), scheme, GPTQ if form == "gptq" else GPTQ_V2),),
+        _linears(scheme, GPTQ if form == "gptq" else GPTQ_V2),
         LM_HEAD + names(config, "modules_to_not_convert"),
     )
 
@@ -346,7 +351,7 @@ def awq(config: Config) -> Parsed:
         _group_size("awq", config, "group_size", "q_group_size"),
         bool(config.get("zero_point", True)),
     )
-    return Parsed(((("Linear",), scheme, AWQ),), LM_HEAD + names(config, "modules_to_not_convert"))
+    return Parsed(_linears(scheme, AWQ), LM_HEAD + names(config, "modules_to_not_convert"))
 
 
 # MXFP4 of GPT-OSS and of Quark
@@ -391,7 +396,7 @@ def quark(config: Config) -> Parsed:
         only("quark: global_quant_config.input_tensors", inputs, "is_dynamic", True)
     kv = config.get("kv_cache_quant_config")
     return Parsed(
-        ((("Linear",), Mxfp4("16-bit" if inputs is None else "mxfp4"), None),),
+        _linears(Mxfp4("16-bit" if inputs is None else "mxfp4")),
         names(config, "exclude"),
         kv_cache_dtype="fp8" if kv else None,
     )

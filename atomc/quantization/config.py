@@ -70,12 +70,9 @@ class Rule:
     targets: tuple[str, ...]
     method: LinearMethod
 
-    def covers(self, classes: Sequence[str], names: Sequence[str]) -> bool:
-        """Whether a target is one of these classes, or matches one of these names."""
-        return _any_matches(self.targets, classes, names)
-
 
 def _any_matches(patterns: Sequence[str], classes: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether a pattern is one of these classes, or matches one of these names."""
     return any(
         pattern in classes or any(matches(pattern, name) for name in names) for pattern in patterns
     )
@@ -102,13 +99,13 @@ class QuantizationConfig:
     kv_cache_dtype: str | None = None
     notes: tuple[str, ...] = ()
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
+    def get_quant_method(self, layer: nn.Linear, prefix: str) -> LinearMethod | None:
         """The method of the linear layer of this name; None if it is not quantized. Raises
         ValueError if it cannot be.
         """
         method = self._method((type(layer).__name__,), (prefix,))
         if method is not None:
-            reason = method.scheme.refuses(int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
+            reason = method.scheme.refuses(layer.out_features, layer.in_features)
             self._check(prefix, method.scheme, reason)
         return method
 
@@ -152,7 +149,8 @@ class QuantizationConfig:
         """The method of the first rule for a layer of these classes and names, unless ignored."""
         if _any_matches(self.ignore, classes, names):
             return None
-        return next((rule.method for rule in self.rules if rule.covers(classes, names)), None)
+        covering = (rule for rule in self.rules if _any_matches(rule.targets, classes, names))
+        return next((rule.method for rule in covering), None)
 
     def _check(self, prefix: str, scheme: Scheme, reason: str | None) -> None:
         if reason:

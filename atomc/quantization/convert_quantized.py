@@ -112,11 +112,8 @@ def _convert_torchao(model: nn.Module, weights: Mapping[str, Tensor | None]) -> 
             raise ValueError(
                 f"{name}: {error}; atomc.quantize(model, scheme) quantizes the original weights"
             ) from error
-        bias = layer.bias
-        if bias is not None:
-            bias.requires_grad_(False)
         layers[name] = QuantizedLinear(
-            layer.in_features, layer.out_features, bias, LinearMethod(scheme)
+            layer.in_features, layer.out_features, layer.bias, LinearMethod(scheme)
         )
         layers[name].train(layer.training).replace_parameters(tensors)
         notes |= {note: None} if note else {}
@@ -136,13 +133,11 @@ def _convert(
 ) -> QuantizedLinear:
     """A QuantizedLinear with the stored tensors of the layer. plain: a linear layer of its size."""
     bias = layer._parameters.get("bias")
-    if bias is not None:
-        bias.requires_grad_(False)
     quantized = QuantizedLinear(plain.in_features, plain.out_features, bias, method)
     method.create_weights(quantized, dtype, "meta")
     quantized.train(layer.training)
-    optional = method.format.optional if method.format else frozenset()
-    _take(name, quantized, _stored(layer, config), f"adopt the model {BEFORE_FIRST_CALL}", optional)
+    remedy = f"adopt the model {BEFORE_FIRST_CALL}"
+    _take(name, quantized, _stored(layer, config), remedy, method.optional)
     return quantized
 
 

@@ -9,17 +9,14 @@ Parameters are named after those of transformers, with the scheme's tensors of e
                   gate_up_proj_bias, ...
 """
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor, nn
 
 from atomc.ops.experts import Gate
 from atomc.quantization.experts_spec import ExpertsSpec
 from atomc.quantization.layer_weights import Shapes, Tensors
-from atomc.quantization.linear import Format, QuantizedLayer
+from atomc.quantization.linear import Method, QuantizedLayer
 from atomc.quantization.nvfp4 import Nvfp4
-from atomc.quantization.scheme import Scheme
 
 STACKED = ("gate_up_proj", "down_proj")
 SUFFIXES = {
@@ -30,16 +27,10 @@ SUFFIXES = {
 }
 
 
-@dataclass(frozen=True)
-class ExpertsMethod:
-    """Creates, quantizes and applies the weights of experts.
-
-    format  how a checkpoint stores each projection of an expert, if not as the scheme's tensors
+class ExpertsMethod(Method):
+    """Creates and quantizes the weights of experts. The format is that of each projection of an
+    expert.
     """
-
-    scheme: Scheme
-    format: Format | None = None
-    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def refuses(self, spec: ExpertsSpec) -> str | None:
         """Why the scheme does not support experts of these sizes, or None."""
@@ -64,9 +55,6 @@ class ExpertsMethod:
             [tensors] = self.scheme.quantize([weight.contiguous()])
             put(by_name, projection, tensors, e, len(weights))
         return by_name
-
-    def apply(self, layer: "QuantizedExperts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return self.scheme.apply_experts(layer, x, ids, weights)
 
 
 class QuantizedExperts(QuantizedLayer):
@@ -105,11 +93,17 @@ class QuantizedExperts(QuantizedLayer):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H] through experts ids [T, k], summed with weights [T, k] -> [T, H]."""
-        return self.method.apply(self, x, ids, weights)
+        return self.method.scheme.apply_experts(self, x, ids, weights)
 
     def dequantized(self, projection: str) -> Tensor:
         """The dequantized weights of gate_up_proj, fp32 [E, 2I, H], or of down_proj, [E, H, I]."""
-        weights = [_OfExpert(self, projection, e) for e in range(self.spec.num_experts)]
+        stored = {
+            name: self.get_parameter(projection + suffix)
+            for name, suffix in SUFFIXES.items()
+            if name != "input_scale" and projection + suffix in self._parameters
+        }
+        experts = range(self.spec.num_experts)
+        weights = [{name: tensor[e] for name, tensor in stored.items()} for e in experts]
         return torch.stack([self.method.scheme.dequantize(weight) for weight in weights])
 
     def extra_repr(self) -> str:
@@ -118,32 +112,6 @@ class QuantizedExperts(QuantizedLayer):
             f"{spec.num_experts} of {spec.hidden_size} x {spec.intermediate_size}, "
             f"{self.gate['activation']}, bias={spec.has_bias}, {self.method.scheme.description}"
         )
-
-
-class _OfExpert:
-    """One expert's tensors of a projection, by the scheme's names."""
-
-    def __init__(self, layer: QuantizedExperts, projection: str, expert: int):
-        self.layer, self.projection, self.expert = layer, projection, expert
-
-    def _tensor(self, name: str) -> Tensor:
-        return self.layer.get_parameter(self.projection + SUFFIXES[name])[self.expert]
-
-    @property
-    def weight(self) -> Tensor:
-        return self._tensor("weight")
-
-    @property
-    def weight_scale(self) -> Tensor:
-        return self._tensor("weight_scale")
-
-    @property
-    def zeros(self) -> Tensor:
-        return self._tensor("zeros")
-
-    @property
-    def global_scale(self) -> Tensor:
-        raise AssertionError("experts of NVFP4 are refused before they are created")
 
 
 def sizes(spec: ExpertsSpec) -> dict[str, tuple[int, int]]:

@@ -11,8 +11,8 @@ Tensors = dict[str, Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class WeightTensors(Protocol):
-    """The tensors of a quantized weight; those that its scheme lacks are not set."""
+class LinearWeights(Protocol):
+    """The parameters of a quantized linear layer; those that its scheme lacks are not set."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -22,11 +22,6 @@ class WeightTensors(Protocol):
     def zeros(self) -> Tensor: ...
     @property
     def global_scale(self) -> Tensor: ...
-
-
-class LinearWeights(WeightTensors, Protocol):
-    """The parameters of a quantized linear layer; those that its scheme lacks are not set."""
-
     @property
     def input_scale(self) -> Tensor: ...
     @property

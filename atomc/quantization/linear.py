@@ -29,21 +29,37 @@ class Format:
 
 
 @dataclass(frozen=True)
-class LinearMethod:
-    """Creates, converts and applies the weights of a linear layer."""
+class Method:
+    """How weights are stored, converted and applied.
+
+    format  how a checkpoint stores a weight, if not as the scheme's tensors
+    """
 
     scheme: Scheme
     format: Format | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
+    @property
+    def optional(self) -> frozenset[str]:
+        """The stored tensors that a checkpoint may omit."""
+        return self.format.optional if self.format else frozenset()
+
+    def stored(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+        """Shape and dtype of each tensor of a weight in a checkpoint, in a model of that dtype."""
+        if self.format is None:
+            return self.scheme.tensors(out_features, in_features, dtype)
+        return self.format.stored(self.scheme, out_features, in_features, dtype)
+
+
+class LinearMethod(Method):
+    """Creates and converts the weights of a linear layer."""
+
     def create_weights(
         self, layer: "QuantizedLinear", dtype: torch.dtype, device: torch.device | str
     ) -> None:
         """Empty parameters, named and shaped as the checkpoint stores them."""
-        stored = self.format.stored if self.format else type(self.scheme).tensors
-        for name, (shape, kind) in stored(
-            self.scheme, layer.out_features, layer.in_features, dtype
-        ).items():
+        shapes = self.stored(layer.out_features, layer.in_features, dtype)
+        for name, (shape, kind) in shapes.items():
             layer.set(name, torch.empty(shape, dtype=kind, device=device))
 
     def process_weights_after_loading(self, layer: "QuantizedLinear") -> None:
@@ -55,11 +71,7 @@ class LinearMethod:
             for name, weight in layer.named_parameters(recurse=False)
             if name != "bias" and not weight.is_meta
         }
-        converted = self.format.convert(self.scheme, stored)
-        layer.replace_parameters(converted)
-
-    def apply(self, layer: "QuantizedLinear", x: Tensor) -> Tensor:
-        return self.scheme.apply(layer, x)
+        layer.replace_parameters(self.format.convert(self.scheme, stored))
 
 
 class QuantizedLayer(nn.Module):
@@ -113,14 +125,16 @@ class QuantizedLinear(QuantizedLayer):
     ):
         super().__init__()
         self.in_features, self.out_features, self.method = in_features, out_features, method
+        if bias is not None:
+            bias.requires_grad_(False)
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(self, x)
+        return self.method.scheme.apply(self, x)
 
     def dequantized(self) -> Tensor:
         """The dequantized weight, fp32 [N, K]."""
-        return self.method.scheme.dequantize(self)
+        return self.method.scheme.dequantize(dict(self.named_parameters()))
 
     def extra_repr(self) -> str:
         return (

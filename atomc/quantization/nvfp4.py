@@ -1,6 +1,6 @@
 """The scheme NVFP4: weights of four bits with two levels of scales."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +15,6 @@ from atomc.quantization.layer_weights import (
     LinearWeights,
     Shapes,
     Tensors,
-    WeightTensors,
 )
 
 E4M3 = torch.float8_e4m3fn
@@ -62,14 +61,11 @@ class Nvfp4:
             "global_scale": factor.repeat(len(weight), 1),
         }
 
-    def dequantize(self, layer: WeightTensors) -> Tensor:
-        return nvfp4_values(layer.weight, layer.weight_scale, layer.global_scale)
+    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return nvfp4_values(tensors["weight"], tensors["weight_scale"], tensors["global_scale"])
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
-        out: Tensor = ops.linear_nvfp4(
-            x, layer.weight, layer.weight_scale, layer.global_scale, layer.bias
-        )
-        return out
+        return ops.linear_nvfp4(x, layer.weight, layer.weight_scale, layer.global_scale, layer.bias)
 
     def apply_experts(
         self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor

@@ -11,7 +11,7 @@ N outputs, K inputs, G groups. Experts stack the tensors of two weights (Experts
 activation between them is quantized like the input.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -27,7 +27,6 @@ from atomc.quantization.layer_weights import (
     LinearWeights,
     Shapes,
     Tensors,
-    WeightTensors,
 )
 from atomc.quantization.nvfp4 import Nvfp4
 
@@ -53,8 +52,8 @@ class Scheme(Protocol):
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
         """The tensors of weights [N, K] of one input; a per-tensor scale is one shared tensor."""
 
-    def dequantize(self, layer: WeightTensors) -> Tensor:
-        """The dequantized weight, fp32 [N, K]."""
+    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The weight with these tensors of the scheme, fp32 [N, K]."""
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         """The linear layer, as ops that rewrites can fuse. x [..., K] -> [..., N], in x.dtype."""
@@ -71,9 +70,8 @@ class EightBits:
     def refuses(self, out_features: int, in_features: int) -> str | None:
         return None
 
-    def dequantize(self, layer: WeightTensors) -> Tensor:
-        values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
-        return values
+    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["weight"].to(torch.float32) * tensors["weight_scale"]
 
 
 @dataclass(frozen=True)
@@ -126,10 +124,9 @@ class Fp8(EightBits):
             q = ops.quant_fp8_static(x, scale, layer.weight.dtype)
         else:
             q, scale = ops.quant_fp8_per_token(x, layer.weight.dtype)
-        out: Tensor = ops.scaled_linear_fp8(
+        return ops.scaled_linear_fp8(
             q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype
         )
-        return out
 
     def apply_experts(
         self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
@@ -140,7 +137,7 @@ class Fp8(EightBits):
             q, act_scale = ops.quant_fp8_static(x, scale, dtype), layer.down_proj_input_scale
         else:
             q, scale = ops.quant_fp8_per_token(x, dtype)
-        out: Tensor = ops.moe_experts_fp8(
+        return ops.moe_experts_fp8(
             q,
             scale,
             ids,
@@ -151,7 +148,6 @@ class Fp8(EightBits):
             out_dtype=x.dtype,
             **layer.gate,
         )
-        return out
 
 
 @dataclass(frozen=True)
@@ -186,12 +182,12 @@ class Fp8Block(EightBits):
             codes = codes.clone(memory_format=torch.contiguous_format)
         return {"weight": codes, "weight_scale": scale[:, 0, :, 0].contiguous()}
 
-    def dequantize(self, layer: WeightTensors) -> Tensor:
-        return fp8_block_values(layer.weight, layer.weight_scale, self.block)
+    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return fp8_block_values(tensors["weight"], tensors["weight_scale"], self.block)
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         q, scale = ops.quant_fp8_group(x, self.block, dtype=layer.weight.dtype)
-        out: Tensor = ops.scaled_linear_fp8_block(
+        return ops.scaled_linear_fp8_block(
             q,
             layer.weight,
             scale,
@@ -200,13 +196,12 @@ class Fp8Block(EightBits):
             out_dtype=x.dtype,
             block=self.block,
         )
-        return out
 
     def apply_experts(
         self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         q, scale = ops.quant_fp8_group(x, self.block, dtype=layer.gate_up_proj.dtype)
-        out: Tensor = ops.moe_experts_fp8(
+        return ops.moe_experts_fp8(
             q,
             scale,
             ids,
@@ -217,7 +212,6 @@ class Fp8Block(EightBits):
             block=self.block,
             **layer.gate,
         )
-        return out
 
 
 @dataclass(frozen=True)
@@ -238,16 +232,15 @@ class Int8(EightBits):
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         q, scale = ops.quant_int8_per_token(x)
-        out: Tensor = ops.scaled_linear_int8(
+        return ops.scaled_linear_int8(
             q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype
         )
-        return out
 
     def apply_experts(
         self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         q, scale = ops.quant_int8_per_token(x)
-        out: Tensor = ops.moe_experts_int8(
+        return ops.moe_experts_int8(
             q,
             scale,
             ids,
@@ -257,7 +250,6 @@ class Int8(EightBits):
             out_dtype=x.dtype,
             **layer.gate,
         )
-        return out
 
 
 @dataclass(frozen=True)
@@ -305,22 +297,21 @@ class Int4:
         codes = (groups / scale.to(torch.float32)).round().clamp(-8, 7) + 8
         return {"weight": pack_int4(codes.flatten(-2)), "weight_scale": scale.squeeze(-1)}
 
-    def dequantize(self, layer: WeightTensors) -> Tensor:
+    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return int4_weight(
-            layer.weight, layer.weight_scale, layer.zeros if self.zeros else None, self.group
+            tensors["weight"], tensors["weight_scale"], tensors.get("zeros"), self.group
         )
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         zeros = layer.zeros if self.zeros else None
-        out: Tensor = ops.linear_w4a16(
+        return ops.linear_w4a16(
             x, layer.weight, layer.weight_scale, zeros, layer.bias, group=self.group
         )
-        return out
 
     def apply_experts(
         self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
-        out: Tensor = ops.moe_experts_w4a16(
+        return ops.moe_experts_w4a16(
             x,
             ids,
             weights,
@@ -331,7 +322,6 @@ class Int4:
             group=self.group,
             **layer.gate,
         )
-        return out
 
 
 @dataclass(frozen=True)
@@ -366,8 +356,8 @@ class Mxfp4:
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
         return _named(ops.quant_mxfp4.reference(weight, self.rounding) for weight in weights)
 
-    def dequantize(self, layer: WeightTensors) -> Tensor:
-        return mxfp4_values(layer.weight, layer.weight_scale)
+    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return mxfp4_values(tensors["weight"], tensors["weight_scale"])
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x and its scale, as the activation says."""
@@ -379,16 +369,15 @@ class Mxfp4:
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         q, scale = self._quantized(x)
-        out: Tensor = ops.linear_mxfp4(
+        return ops.linear_mxfp4(
             q, layer.weight, layer.weight_scale, scale, layer.bias, out_dtype=x.dtype
         )
-        return out
 
     def apply_experts(
         self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         q, scale = self._quantized(x)
-        out: Tensor = ops.moe_experts_mxfp4(
+        return ops.moe_experts_mxfp4(
             q,
             ids,
             weights,
@@ -398,7 +387,6 @@ class Mxfp4:
             out_dtype=x.dtype,
             **layer.gate,
         )
-        return out
 
 
 # The schemes of `quantization=` and atomc.quantize.

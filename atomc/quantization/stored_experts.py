@@ -38,12 +38,11 @@ def create_stored(layer: QuantizedExperts, dtype: torch.dtype) -> None:
             f"experts of width {spec.intermediate_size} cannot be stacked: blocks of {block} rows "
             "have rows of gate and of up"
         )
-    stored = method.format.stored if method.format else type(method.scheme).tensors
     for projection, (rows, columns) in sizes(spec).items():
         parts = PROJECTIONS[projection]
         for part in parts:
             child = StoredProjection()
-            shapes = stored(method.scheme, rows // len(parts), columns, dtype)
+            shapes = method.stored(rows // len(parts), columns, dtype)
             if spec.has_bias:
                 shapes = shapes | {"bias": ((rows // len(parts),), dtype)}
             for name, (shape, kind) in shapes.items():
@@ -149,8 +148,3 @@ def _rows(scheme: Scheme, form: Format | None, stored: Tensors, expert: int) -> 
     if scale.shape == (1,):
         tensors["weight_scale"] = scale.expand(len(tensors["weight"]), 1)
     return tensors
-
-
-def is_stacked(name: str, stored: Mapping[str, object]) -> bool:
-    """Whether a checkpoint has the stacked weights of the experts of this name."""
-    return f"{name}.gate_up_proj" in stored
