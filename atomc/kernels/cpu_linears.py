@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
+from atomc.kernels.row_views import with_lead
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -15,7 +16,12 @@ INT4PACK_GROUPS = (32, 64, 128, 256)
 
 
 def unlike_int8(
-    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    **_: object,
 ) -> Refusal | None:
     """Refuse operands other than those of an int8 product on an x86 CPU."""
     if reason := elsewhere(platform):
@@ -67,13 +73,14 @@ def unlike_int4(
     return None
 
 
-def unlike_int4pack(
+def refuse_int4pack(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
     zeros: Tensor | None,
     group: int,
+    **_: object,
 ) -> Refusal | None:
     """Refuse operands that PyTorch's kernel for int4 weights on a CPU does not support."""
     if reason := unlike_int4(platform, x, weight, weight_scale, zeros, group):
@@ -123,7 +130,7 @@ def finish(
     """The result [..., N]: `total` [T, N] fp32, which has the scales of outputs, times the scales
     of rows, plus bias. Overwrites `total`.
     """
-    out = total.view(*x.shape[:-1], total.shape[-1])
+    out = with_lead(total, x)
     if x_scale is not None:
         out = out.mul_(x_scale)
     if bias is not None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atomc.kernels.row_views import as_rows
 from atomc.ops.formats import NVFP4_GROUP, e2m1_values, e8m0_values, grouped_columns
 
 # Bytes of fp32 weight per step. Zen 4, 1 MiB of L2, MXFP4 2560x2560, 1 row: 0.5: 8.1 ms, 1: 6.7,
@@ -22,13 +23,14 @@ CHUNK = 5 * 2**18
 def multiply(
     x: Tensor, outputs: int, rows_of: Callable[[int, int], Tensor], multiple: int = 16
 ) -> Tensor:
-    """x @ weight.T [T, N] in fp32. x [T, K] fp32; rows_of(a, b) returns rows a to b - 1 of the
-    weight, [b - a, K] fp32.
+    """x @ weight.T [T, N] in fp32. x [..., K]; rows_of(a, b) returns rows a to b - 1 of the weight,
+    [b - a, K] fp32.
 
     multiple  every a is a multiple of it
     """
-    step = max(1, CHUNK // (4 * x.shape[1]) // multiple) * multiple
-    parts = [F.linear(x, rows_of(a, min(a + step, outputs))) for a in range(0, outputs, step)]
+    rows = as_rows(x).to(torch.float32)
+    step = max(1, CHUNK // (4 * x.shape[-1]) // multiple) * multiple
+    parts = [F.linear(rows, rows_of(a, min(a + step, outputs))) for a in range(0, outputs, step)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 

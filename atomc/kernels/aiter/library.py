@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
+from atomc.kernels.row_views import as_rows
 from atomc.ops.op import Refusal
 from atomc.platform import Platform, provider_versions
 
@@ -114,14 +115,14 @@ def unfit(platform: Platform, *functions: Function) -> Refusal | None:
     return None
 
 
-def foreign_fp8(platform: Platform, dtype: torch.dtype) -> Refusal | None:
-    """Why codes of this dtype are none that the machine computes with."""
+def foreign_fp8(platform: Platform, *dtypes: torch.dtype) -> Refusal | None:
+    """Why codes of one of these dtypes are none that the machine computes with."""
     native = FP8_OF[platform.arch]
-    return (
-        None
-        if dtype == native
-        else Refusal("dtype", f"{platform.arch} computes with {native}, the codes are {dtype}")
-    )
+    for dtype in dtypes:
+        if dtype != native:
+            text = f"{platform.arch} computes with {native}, the codes are {dtype}"
+            return Refusal("dtype", text)
+    return None
 
 
 def no_mxfp4(platform: Platform) -> Refusal | None:
@@ -175,14 +176,27 @@ def gapped(**tensors: Tensor | None) -> Refusal | None:
     return None
 
 
-def rows(x: Tensor) -> Tensor:
-    """x [..., D] as [rows, D]. A vector is one row."""
-    return x.reshape(-1, x.shape[-1])
-
-
 def dense_rows(x: Tensor) -> Tensor:
     """x [..., D] as contiguous [rows, D]: compiled functions of AITER do not look at strides."""
-    return rows(x).contiguous()
+    return as_rows(x).contiguous()
+
+
+def product_of_rows(
+    function: Function,
+    x: Tensor,
+    weight: Tensor,
+    *operands: Tensor,
+    dtype: torch.dtype,
+    **how: Tensor | None,
+) -> Tensor:
+    """function(rows of x, weight, ...), a product of x [..., K] -> [..., N] in dtype; weight [N,
+    ...]. Of no rows it is not called.
+    """
+    shape = (*x.shape[:-1], weight.shape[0])
+    if not x.numel():
+        return x.new_empty(shape, dtype=dtype)
+    out: Tensor = function(as_rows(x), weight, *operands, dtype=dtype, **how)
+    return out.view(shape)
 
 
 def neighbours(first: Tensor, second: Tensor) -> bool:
@@ -203,4 +217,4 @@ def side_by_side(first: Tensor, second: Tensor) -> Tensor:
     if neighbours(first, second) and scattered(first=first) is None:
         width = 2 * first.shape[-1]
         return first.as_strided((first.numel() // first.shape[-1], width), (width, 1))
-    return torch.cat((rows(first), rows(second)), -1)
+    return torch.cat((as_rows(first), as_rows(second)), -1)

@@ -17,6 +17,7 @@ from atomc.kernels.checks import (
     unsupported,
     wrong_rank,
 )
+from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -80,4 +81,4 @@ def attention(
         q4, k4, v4, None, False, is_causal=causal, scale=scale
     )
     out: Tensor = results[0]
-    return out.transpose(1, 2).contiguous().view(*q.shape[:-1], v.shape[-1])
+    return with_lead(out.transpose(1, 2).contiguous(), q)

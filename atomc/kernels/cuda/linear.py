@@ -6,6 +6,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import no_bf16_products, unlike
+from atomc.kernels.row_views import as_rows
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import PreferInductor, Refusal
 from atomc.platform import Platform
@@ -36,5 +37,5 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     shape = (*x.shape[:-1], weight.shape[0])
     if not x.numel():
         return x.new_zeros(shape, dtype=torch.float32)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     return torch.mm(rows, weight.t(), out_dtype=torch.float32).view(shape)

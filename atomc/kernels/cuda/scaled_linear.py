@@ -7,6 +7,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import FP8_MULTIPLIED, older_than, unlike, wrong_result
+from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -92,4 +93,4 @@ def scaled_linear_fp8(
         out_dtype=out_dtype,
         use_fast_accum=len(rows) >= FAST_ROWS,
     )
-    return out.view(*x.shape[:-1], n)
+    return with_lead(out, x)

@@ -6,6 +6,8 @@ import triton
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import first_refusal
+from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.triton.attention import attention as varying
 from atomc.kernels.triton.attention import varlen_attention as packed
 from atomc.kernels.triton.attention.attention_tiles import Tiling
@@ -21,40 +23,20 @@ def _tiling(group: int, width: int, itemsize: int) -> Tiling:
     return Tiling(max(least, 64), 32 if width > 128 else 64, 1, 4, 2)
 
 
-def refuse_paged_attention(
-    platform: Platform,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    scale: float,
-    window: int,
-    **_: object,
-) -> Refusal | None:
+def refuse_windows(platform: Platform, window: int, **_: object) -> Refusal | None:
     if window:
         return Refusal(
             "argument",
             f"with a window of {window} the first key of a tile depends on the tile's other rows",
         )
-    return varying.refuse_paged_attention(
-        platform,
-        q,
-        k_cache,
-        v_cache,
-        query_start,
-        seq_lens,
-        block_tables,
-        k_scale,
-        v_scale,
-        scale=scale,
-    )
+    return None
 
 
-@ops.paged_attention.kernel("invariant", layout="paged", refuses=refuse_paged_attention)
+@ops.paged_attention.kernel(
+    "invariant",
+    layout="paged",
+    refuses=first_refusal(refuse_windows, varying.refuse_paged_attention),
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -71,7 +53,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     if rows.shape[0] == 0:
         return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     group = rows.shape[1] // k_cache.shape[2]
@@ -91,7 +73,7 @@ def paged_attention(
         k_scale,
         v_scale,
     )
-    return out.view(*q.shape[:-1], v_cache.shape[-1])
+    return with_lead(out, q)
 
 
 @ops.varlen_attention.kernel("invariant", refuses=packed.refuse_varlen_attention)

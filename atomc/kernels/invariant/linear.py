@@ -10,6 +10,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import unlike
 from atomc.kernels.invariant.adapter import adapted, several
+from atomc.kernels.row_views import as_rows, with_lead
 from atomc.kernels.triton.launch.launch import unfit
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
@@ -68,11 +69,7 @@ def refuse_linear(
 
 @ops.linear.kernel("invariant", refuses=refuse_linear)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
-    out = x.new_empty((rows.shape[0], n))
-    if rows.shape[0]:
-        multiply(rows[:, None], weight[None], out[:, None], bias)
-    return out.view(*x.shape[:-1], n)
+    return _product(x, weight, bias, x.dtype)
 
 
 def refuse_linear_fp32(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
@@ -81,11 +78,7 @@ def refuse_linear_fp32(platform: Platform, x: Tensor, weight: Tensor) -> Refusal
 
 @ops.linear_fp32.kernel("invariant", refuses=refuse_linear_fp32)
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    rows, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
-    out = x.new_empty((rows.shape[0], n), dtype=torch.float32)
-    if rows.shape[0]:
-        multiply(rows[:, None], weight[None], out[:, None])
-    return out.view(*x.shape[:-1], n)
+    return _product(x, weight, None, torch.float32)
 
 
 def refuse_lora_linear(
@@ -112,6 +105,15 @@ def lora_linear(
     scale: float = 1.0,
 ) -> Tensor:
     return adapted(linear, y, x, a, b, scale)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [..., K] @ weight.T + bias -> [..., N] in dtype."""
+    rows, n = as_rows(x), weight.shape[0]
+    out = x.new_empty((rows.shape[0], n), dtype=dtype)
+    if rows.shape[0]:
+        multiply(rows[:, None], weight[None], out[:, None], bias)
+    return with_lead(out, x)
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:

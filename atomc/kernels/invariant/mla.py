@@ -8,6 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import unlike
 from atomc.kernels.invariant.linear import multiply
+from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.triton.attention.attention_tiles import has_room
 from atomc.kernels.triton.latent import mla_attention as varying
 from atomc.kernels.triton.launch.launch import unfit
@@ -36,7 +37,7 @@ def mla_absorbed_attention(
     chosen: Tensor | None = None,
 ) -> Tensor:
     assert chosen is None  # refused
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     if rows.shape[0] == 0:
         return q.new_empty((*q.shape[:-1], latent))
     out = varying.attend(
@@ -50,7 +51,7 @@ def mla_absorbed_attention(
         _tiling(q),
         kv_scale,
     )
-    return out.view(*q.shape[:-1], latent)
+    return with_lead(out, q)
 
 
 def _tiling(q: Tensor) -> varying.LatentTiling:
@@ -69,8 +70,8 @@ def refuse_linear_by_head(platform: Platform, x: Tensor, weight: Tensor) -> Refu
 
 @ops.linear_by_head.kernel("invariant", refuses=refuse_linear_by_head)
 def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
-    rows, (heads, n, _) = x.reshape(-1, *x.shape[-2:]), weight.shape
+    rows, (heads, n, _) = as_heads(x), weight.shape
     out = x.new_empty((rows.shape[0], heads, n))
     if rows.shape[0]:
         multiply(rows, weight, out)
-    return out.view(*x.shape[:-1], n)
+    return with_lead(out, x)

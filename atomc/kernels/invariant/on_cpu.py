@@ -11,7 +11,9 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import not_a_cpu, refuse_gpus
 from atomc.kernels.invariant.adapter import adapted, several
-from atomc.kernels.torch.sequence import attend, gathered, refuse_scaled_cache, sequences
+from atomc.kernels.row_views import as_heads, as_rows, with_lead
+from atomc.kernels.torch.mla_attention import gathered_latents
+from atomc.kernels.torch.sequence import attend, gathered, refuse_scaled_cache
 from atomc.kernels.torch.varlen_attention import varlen_attention as by_sequence
 from atomc.ops.attention import loaded_values
 from atomc.ops.experts import Gate, sequential_experts
@@ -24,7 +26,7 @@ TILE = 8
 
 @ops.linear.kernel("invariant", refuses=refuse_gpus)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     padded = F.pad(rows, (0, 0, 0, -len(rows) % TILE))
     out = x.new_empty((len(padded), weight.shape[0]))
     for start in range(0, len(padded), TILE):
@@ -33,7 +35,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             torch.mm(tile, weight.T, out=out[start : start + TILE])
         else:
             torch.addmm(bias, tile, weight.T, out=out[start : start + TILE])
-    return out[: len(rows)].view(*x.shape[:-1], weight.shape[0])
+    return with_lead(out[: len(rows)], x)
 
 
 @ops.linear_fp32.kernel("invariant", refuses=refuse_gpus)
@@ -103,23 +105,20 @@ def mla_absorbed_attention(
     scale: float,
     chosen: Tensor | None = None,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     positions = None if chosen is None else chosen.reshape(len(rows), -1)
     out = q.new_zeros((*rows.shape[:-1], latent))
     # In 16 bits, values times a scale would be rounded.
     wide = q.dtype if kv_scale is None else torch.float32
-    for s, new, _, length in sequences(query_start, seq_lens, 0):
-        blocks = block_tables[s, : -(-length // kv_cache.shape[1])]
-        cached = loaded_values(
-            kv_cache.index_select(0, blocks).flatten(0, 1)[:length], kv_scale, wide
-        )
+    for new, stored in gathered_latents(kv_cache, query_start, seq_lens, block_tables):
+        cached = loaded_values(stored, kv_scale, wide)
         for row in range(new.start, new.stop):
-            keys = cached[: length - (new.stop - row) + 1, None]
+            keys = cached[: len(cached) - (new.stop - row) + 1, None]
             if positions is not None:
                 keys = keys[positions[row, : len(keys)].long()]
             attended = attend(rows[row : row + 1].to(wide), keys, keys, None, scale, 0, 0.0)
             out[row] = attended[0, :, :latent]
-    return out.view(*q.shape[:-1], latent)
+    return with_lead(out, q)
 
 
 @ops.paged_attention.kernel("invariant", layout="paged", refuses=refuse_scaled_cache, syncs=True)
@@ -139,7 +138,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
     for new, first, keys, values in gathered(
         k_cache, v_cache, query_start, seq_lens, block_tables, window
@@ -151,7 +150,7 @@ def paged_attention(
             out[row] = attend(
                 rows[row : row + 1], keys[seen], values[seen], sinks, scale, window, softcap
             )[0]
-    return out.view(*q.shape[:-1], v_cache.shape[-1])
+    return with_lead(out, q)
 
 
 @ops.varlen_attention.kernel("invariant", refuses=refuse_gpus, syncs=True)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from atomc.kernels.cpu_linears import scattered
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
@@ -35,8 +36,4 @@ def unfit(
             f"arguments are {', '.join(str(d) for d in dict.fromkeys(dtypes))}: written "
             f"for {dtype}",
         )
-    if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):
-        return Refusal("shape", "the weight is not a matrix of static size")
-    if not weight.is_contiguous():
-        return Refusal("layout", "the weight is not contiguous")
-    return None
+    return scattered(weight)

@@ -11,6 +11,7 @@ from atomc import ops
 from atomc.kernels.checks import not_a_cpu
 from atomc.kernels.cpu_linears import elsewhere, finish, scattered
 from atomc.kernels.dequantized import fp8_values, multiply, mxfp4_values, nvfp4_values
+from atomc.kernels.row_views import as_rows
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -30,10 +31,10 @@ def linear_mxfp4(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     if x.dtype == torch.uint8:
         assert x_scale is not None
-        values = mxfp4_values(rows, x_scale.reshape(-1, x_scale.shape[-1]))
+        values = mxfp4_values(rows, as_rows(x_scale))
     else:
         values = rows.to(torch.float32) if x.dtype.itemsize > 1 else fp8_values(rows)
         if x_scale is not None:
@@ -52,10 +53,7 @@ def linear_nvfp4(
     global_scale: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
-    total = multiply(
-        rows, weight.shape[0], lambda a, b: nvfp4_values(weight[a:b], weight_scale[a:b])
-    )
+    total = multiply(x, weight.shape[0], lambda a, b: nvfp4_values(weight[a:b], weight_scale[a:b]))
     return finish(total * global_scale.t(), x, None, bias, x.dtype)
 
 
@@ -74,6 +72,5 @@ def scaled_linear_int8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
-    total = multiply(rows, weight.shape[0], lambda a, b: weight[a:b].to(torch.float32))
+    total = multiply(x, weight.shape[0], lambda a, b: weight[a:b].to(torch.float32))
     return finish(total.mul_(weight_scale.t()), x, x_scale, bias, out_dtype)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.cpu_linears import unlike_int4pack
+from atomc.kernels.cpu_linears import refuse_int4pack
+from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import unpack_int4
-from atomc.ops.op import Prepared, Refusal
-from atomc.platform import Platform
+from atomc.ops.op import Prepared
 
 # Zen 4, one thread, speedup over F.linear in fp32 at 2048x1024 and 4096x4096. 1 row: 4.0, 3.7; 8:
 # 2.7, 3.5; 64: 1.3, 1.6; 256: 1.1, 1.1. The reference compiled by Inductor, at 2560x2560: 0.4 with
@@ -38,22 +38,10 @@ def _scales_and_zeros(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
     return Prepared((torch.stack((scale, zero.to(scale.dtype)), -1).contiguous(),))
 
 
-def refuse_linear_w4a16(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    group: int,
-) -> Refusal | None:
-    return unlike_int4pack(platform, x, weight, weight_scale, zeros, group)
-
-
 @ops.linear_w4a16.kernel(
     "onednn",
     tokens=ops.Tokens(1, MOST_ROWS),
-    refuses=refuse_linear_w4a16,
+    refuses=refuse_int4pack,
     prepare={"weight": _packed, ("weight_scale", "zeros"): _scales_and_zeros},
 )
 def linear_w4a16(
@@ -65,10 +53,10 @@ def linear_w4a16(
     *,
     group: int,
 ) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
         rows.contiguous(), weight[0], group, weight_scale[0]
     )
     if bias is not None:
         out.add_(bias)
-    return out.view(*x.shape[:-1], -1)
+    return with_lead(out, x)

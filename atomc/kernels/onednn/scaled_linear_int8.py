@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import first_refusal
 from atomc.kernels.cpu_linears import finish, unlike_int8
+from atomc.kernels.row_views import as_rows
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
@@ -14,22 +16,16 @@ from atomc.platform import Platform
 FEWEST_ROWS = 2
 
 
-def refuse_scaled_linear_int8(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    **_: object,
-) -> Refusal | None:
-    if reason := unlike_int8(platform, x, weight, x_scale, weight_scale):
-        return reason
+def _without_vnni(platform: Platform, **_: object) -> Refusal | None:
     if platform.has("avx512_vnni") or platform.has("avx_vnni"):
         return None
     return Refusal(
         "hardware",
         "without VNNI, oneDNN sums int8 products inexactly or slowly",
     )
+
+
+refuse_scaled_linear_int8 = first_refusal(unlike_int8, _without_vnni)
 
 
 def _packed(weight: Tensor) -> Prepared:
@@ -56,7 +52,7 @@ def scaled_linear_int8(
     packed, zeros = weight
     # oneDNN's kernel for signed activations is a hundred times slower: pass code + 128 unsigned,
     # with the zero point 128.
-    rows = x.reshape(-1, x.shape[-1]).contiguous().view(torch.uint8) ^ 128
+    rows = as_rows(x).contiguous().view(torch.uint8) ^ 128
     total = torch.ops.onednn.qlinear_pointwise(
         rows,
         1.0,

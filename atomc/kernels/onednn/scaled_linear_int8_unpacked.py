@@ -8,6 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import finish
 from atomc.kernels.onednn.scaled_linear_int8 import refuse_scaled_linear_int8
+from atomc.kernels.row_views import as_rows
 
 
 @ops.scaled_linear_int8.kernel("onednn", refuses=refuse_scaled_linear_int8)
@@ -20,9 +21,5 @@ def scaled_linear_int8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    total = (
-        torch._int_mm(x.reshape(-1, x.shape[-1]), weight.t())
-        .to(torch.float32)
-        .mul_(weight_scale.t())
-    )
+    total = torch._int_mm(as_rows(x), weight.t()).to(torch.float32).mul_(weight_scale.t())
     return finish(total, x, x_scale, bias, out_dtype)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.torch.eager import eager
 from atomc.kernels.torch.sequence import attend, gathered
 from atomc.ops.attention import loaded_values
@@ -125,7 +126,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
     # In 16 bits, values times a scale would be rounded.
     wide = q.dtype if k_scale is None and v_scale is None else torch.float32
@@ -134,4 +135,4 @@ def paged_attention(
     ):
         keys, values = loaded_values(keys, k_scale, wide), loaded_values(values, v_scale, wide)
         out[new] = attend(rows[new].to(wide), keys, values, sinks, scale, window, softcap)
-    return out.view(*q.shape[:-1], v_cache.shape[-1])
+    return with_lead(out, q)

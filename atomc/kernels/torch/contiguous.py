@@ -5,6 +5,7 @@ the cache.
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.torch.sequence import attend, refuse_paged_attention, sequences
 
 
@@ -25,10 +26,10 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
     block = block_tables[:, 0].tolist()
     for s, new, first, length in sequences(query_start, seq_lens, window):
         keys, values = k_cache[block[s], first:length], v_cache[block[s], first:length]
         out[new] = attend(rows[new], keys, values, sinks, scale, window, softcap)
-    return out.view(*q.shape[:-1], v_cache.shape[-1])
+    return with_lead(out, q)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.row_views import as_rows
 from atomc.ops.conv import activated
 from atomc.ops.op import PreferInductor
 from atomc.ops.state import state_before
@@ -57,7 +58,7 @@ def causal_conv1d_update(
     *,
     activation: str,
 ) -> Tensor:
-    rows, kept = x.reshape(-1, x.shape[-1]), weight.shape[-1] - 1
+    rows, kept = as_rows(x), weight.shape[-1] - 1
     out = rows.new_zeros(rows.shape)
     before = state_before(conv_state, query_start, seq_lens, state_slots)
     for count, members, starts in _sequences_by_length(query_start):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.row_views import as_heads, as_rows
 from atomc.ops.delta_rule import l2_normed, repeat_key_heads
 
 CHUNK = 64
@@ -108,8 +109,8 @@ def gated_delta_rule_update(
     *,
     scale: float,
 ) -> Tensor:
-    q, k, values = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
-    g, beta = (x.reshape(-1, x.shape[-1]) for x in (g, beta))
+    q, k, values = (as_heads(x) for x in (q, k, v))
+    g, beta = (as_rows(x) for x in (g, beta))
     out = values.new_zeros(values.shape)
     lengths, slots = seq_lens.tolist(), state_slots.tolist()
     for s, (start, end) in enumerate(pairwise(query_start.tolist())):

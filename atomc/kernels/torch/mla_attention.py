@@ -10,6 +10,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import not_a_cpu, unsupported
+from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.torch.attention import attention
 from atomc.kernels.torch.sequence import attend, sequences
 from atomc.ops.attention import loaded_values
@@ -24,11 +25,11 @@ GATHERED = 16  # tokens whose chosen rows are copied at a time
 
 @ops.linear_by_head.kernel("torch")
 def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
-    rows = x.reshape(-1, *x.shape[-2:])
+    rows = as_heads(x)
     out = x.new_empty((*rows.shape[:-1], weight.shape[1]))
     # Without `out`, heads would be before tokens in memory.
     torch.bmm(rows.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
-    return out.view(*x.shape[:-1], weight.shape[1])
+    return with_lead(out, x)
 
 
 @ops.mla_attention.kernel("torch")
@@ -66,19 +67,19 @@ def mla_absorbed_attention(
     scale: float,
     chosen: Tensor | None = None,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     out = q.new_zeros((*rows.shape[:-1], latent))
     # In 16 bits, values times a scale would be rounded.
     wide = q.dtype if kv_scale is None else torch.float32
     by_row = None if chosen is None else chosen.flatten(0, -2)
-    for new, found in _gathered(kv_cache, query_start, seq_lens, block_tables):
+    for new, found in gathered_latents(kv_cache, query_start, seq_lens, block_tables):
         cached, queries = loaded_values(found, kv_scale, wide), rows[new].to(wide)
         # Fewer tokens than are chosen read all of them.
         if by_row is None or len(found) <= by_row.shape[-1]:
             out[new] = _attend_latents(queries, cached, latent, scale)
         else:
             out[new] = _attend_chosen(queries, cached, by_row[new], latent, scale)
-    return out.view(*q.shape[:-1], latent)
+    return with_lead(out, q)
 
 
 def refuse_mla_paged_attention(
@@ -109,19 +110,19 @@ def mla_paged_attention(
     scale: float,
     chosen: Tensor | None = None,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     heads, latent = q.shape[-2], weight.shape[-1]
     of_head = weight.view(heads, weight.shape[0] // heads, latent)
     nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
     out = q.new_zeros((*rows.shape[:-1], of_head.shape[1] - nope))
-    for new, found in _gathered(kv_cache, query_start, seq_lens, block_tables):
+    for new, found in gathered_latents(kv_cache, query_start, seq_lens, block_tables):
         cached = loaded_values(found, kv_scale, q.dtype)
         form = _expanded if expands(new.stop - new.start, len(found), of_head) else _absorbed
         out[new] = form(rows[new], of_head, cached, nope, scale)
-    return out.view(*q.shape[:-1], out.shape[-1])
+    return with_lead(out, q)
 
 
-def _gathered(
+def gathered_latents(
     kv_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
     """(rows of q, rows of the cache) of each sequence with new tokens."""

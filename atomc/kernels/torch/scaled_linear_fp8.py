@@ -22,8 +22,7 @@ def scaled_linear_fp8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
-    total = multiply(rows, weight.shape[0], lambda a, b: fp8_values(weight[a:b]))
+    total = multiply(x, weight.shape[0], lambda a, b: fp8_values(weight[a:b]))
     return finish(total.mul_(weight_scale.flatten()), x, x_scale, bias, out_dtype)
 
 
@@ -50,5 +49,5 @@ def scaled_linear_fp8_block(
         return rows_fp32
 
     scale = x_scale.repeat_interleave(block, -1)[..., :columns]
-    rows = (x.to(torch.float32) * scale).reshape(-1, columns)
-    return finish(multiply(rows, weight.shape[0], values, block), x, None, bias, out_dtype)
+    total = multiply(x.to(torch.float32) * scale, weight.shape[0], values, block)
+    return finish(total, x, None, bias, out_dtype)

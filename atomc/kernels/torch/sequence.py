@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.kernels.checks import not_a_cpu
+from atomc.kernels.row_views import as_heads
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -43,7 +44,7 @@ def refuse_paged_attention(
 def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
     """`kv_write` on a CPU, into caches without scales."""
     token = k.new_empty((0,))
-    k, v = k.reshape(-1, *k.shape[-2:]), v.reshape(-1, *v.shape[-2:])
+    k, v = as_heads(k), as_heads(v)
     # The check costs 2 us, filtering 8 and a copy of k and v; only padded steps have rows to skip.
     if slots.numel() and slots.min() < 0:
         rows = (slots >= 0).nonzero()[:, 0]

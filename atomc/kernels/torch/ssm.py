@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.row_views import as_heads
 from atomc.ops.ssm import repeat_groups, time_steps
 from atomc.ops.state import state_before
 
@@ -85,10 +86,10 @@ def ssm_scan_update(
     dt_max: float | None,
 ) -> Tensor:
     heads = x.shape[-2]
-    rows = x.reshape(-1, *x.shape[-2:]).to(torch.float32)
+    rows = as_heads(x).to(torch.float32)
     steps = time_steps(dt.reshape(-1, heads), dt_bias, dt_min, dt_max)
     a = -torch.exp(a_log.to(torch.float32))
-    b, c = (repeat_groups(part.reshape(-1, *part.shape[-2:]), heads) for part in (b, c))
+    b, c = (repeat_groups(as_heads(part), heads) for part in (b, c))
     before = state_before(recurrent_state, query_start, seq_lens, state_slots)
     out = torch.zeros_like(rows, memory_format=torch.contiguous_format)
     skip, spans = d.to(torch.float32)[:, None], list(pairwise(query_start.tolist()))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.cpu_linears import unlike_int4
+from atomc.kernels.row_views import as_rows, with_lead
 from atomc.kernels.zentorch.library import function, unfit, unpacked
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
@@ -74,7 +75,7 @@ def linear_w4a16(
     if x.numel() == 0:
         return x.new_empty((*x.shape[:-1], weight[0].shape[0]))
     scale, zero = weight_scale
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     # The order of codes is that of atomc; it takes words as [K/8, N].
     out: Tensor = function("zentorch_woq_linear")(rows, weight[0].t(), scale, zero, bias)
-    return out.view(*x.shape[:-1], -1)
+    return with_lead(out, x)

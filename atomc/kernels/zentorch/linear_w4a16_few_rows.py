@@ -5,26 +5,23 @@ does not support the arguments.
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.cpu_linears import unlike_int4pack
+from atomc.kernels.checks import first_refusal
+from atomc.kernels.cpu_linears import refuse_int4pack
 from atomc.kernels.zentorch import linear_w4a16 as for_many
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def refuse_linear_w4a16(
+def _refuse_slower(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
     zeros: Tensor | None,
-    bias: Tensor | None,
     group: int,
+    **_: object,
 ) -> Refusal | None:
-    if reason := for_many.refuse_linear_w4a16(
-        platform, x, weight, weight_scale, zeros, bias, group=group
-    ):
-        return reason
-    if "zentorch" in platform.asked or unlike_int4pack(
+    if "zentorch" in platform.asked or refuse_int4pack(
         platform, x, weight, weight_scale, zeros, group
     ):
         return None
@@ -34,7 +31,10 @@ def refuse_linear_w4a16(
 
 
 @ops.linear_w4a16.kernel(
-    "zentorch", refuses=refuse_linear_w4a16, prepare=for_many.PREPARE, keeps_original=True
+    "zentorch",
+    refuses=first_refusal(for_many.refuse_linear_w4a16, _refuse_slower),
+    prepare=for_many.PREPARE,
+    keeps_original=True,
 )
 def linear_w4a16(
     x: Tensor,

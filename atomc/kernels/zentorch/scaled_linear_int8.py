@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import first_refusal
 from atomc.kernels.cpu_linears import finish, unlike_int8
+from atomc.kernels.row_views import as_rows
 from atomc.kernels.zentorch.library import function, unfit, unpacked
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
@@ -21,23 +23,13 @@ def _scales(weight_scale: Tensor) -> Prepared:
     )
 
 
-def refuse_scaled_linear_int8(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    out_dtype: torch.dtype,
-    **_: object,
-) -> Refusal | None:
-    if reason := unlike_int8(platform, x, weight, x_scale, weight_scale):
-        return reason
+def _refuse_cpu(platform: Platform, out_dtype: torch.dtype, **_: object) -> Refusal | None:
     return unfit(platform, "int8", needs_bf16=out_dtype != torch.float32)
 
 
 @ops.scaled_linear_int8.kernel(
     "zentorch",
-    refuses=refuse_scaled_linear_int8,
+    refuses=first_refusal(unlike_int8, _refuse_cpu),
     prepare={"weight": unpacked, "weight_scale": _scales},
     keeps_original=True,
 )
@@ -51,7 +43,7 @@ def scaled_linear_int8(
     out_dtype: torch.dtype,
 ) -> Tensor:
     scale, one, zero, zeros = weight_scale
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], weight[0].shape[0]), dtype=out_dtype)
     total = function("zentorch_qlinear")(

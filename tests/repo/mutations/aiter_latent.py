@@ -49,10 +49,8 @@ BUGS: list[Bug] = [
     ),
     bug(
         "latent/latent_cache",
-        "            cos.reshape(-1, cos.shape[-1]).contiguous(),\n"
-        "            sin.reshape(-1, sin.shape[-1]).contiguous(),\n",
-        "            sin.reshape(-1, sin.shape[-1]).contiguous(),\n"
-        "            cos.reshape(-1, cos.shape[-1]).contiguous(),\n",
+        "            as_rows(cos).contiguous(),\n            as_rows(sin).contiguous(),\n",
+        "            as_rows(sin).contiguous(),\n            as_rows(cos).contiguous(),\n",
         ROPE_WRITE,
     ),
     bug("latent/latent_cache", "        or _two_angles(style)\n", "", GUARDS),
@@ -162,8 +160,8 @@ BUGS: list[Bug] = [
     ),
     bug(
         "latent/latent_walk",
-        "torch.where(padding, 1, last + 1)",
-        "torch.where(padding, 1, last)",
+        "lengths.clamp(min=1),",
+        "(lengths - 1).clamp(min=1),",
         TRITON,
     ),
     bug("latent/latent_walk", "        v_scale=kv_scale,\n", "", TRITON),
@@ -176,7 +174,7 @@ BUGS: list[Bug] = [
     ),
     bug(
         "latent/latent_walk",
-        "    out.masked_fill_(padding[:, None, None], 0.0)\n",
+        "    out.masked_fill_((lengths == 0)[:, None, None], 0.0)\n",
         "",
         TRITON,
     ),
@@ -229,7 +227,7 @@ BUGS: list[Bug] = [
         "        value,\n        nope,\n",
         SPLIT,
     ),
-    bug("linear/linear_shuffled_split_cat", "        is_x_scale_transposed=False,\n", "", SPLIT),
+    bug("linear/linear_shuffled_split_cat", ", is_x_scale_transposed=False", "", SPLIT),
     bug(
         "linear/linear_shuffled_split_cat",
         "shuffled_weight(weight).view(weight.shape[0] // 16, -1)",
@@ -239,8 +237,8 @@ BUGS: list[Bug] = [
     bug("linear/linear_shuffled_split_cat_mxfp4", "SHUFFLED = 32", "SHUFFLED = 64", SPLIT_MXFP4),
     bug(
         "linear/linear_shuffled_split_cat_mxfp4",
-        "        scales,\n        scale_tiles,\n",
-        "        scale_tiles,\n        scales,\n",
+        "x, tiles, scales, scale_tiles",
+        "x, tiles, scale_tiles, scales",
         SPLIT_MXFP4,
     ),
     # the indexer
@@ -253,7 +251,7 @@ BUGS: list[Bug] = [
     ),
     bug("latent/indexer", "k=topk, stable=True", "k=topk", INDEX_TOPK),
     bug(
-        "latent/indexer",
+        "latent/latent_walk",
         "seen = (seq_lens - query_start[1:])",
         "seen = (seq_lens - query_start[:-1])",
         INDEX_TOPK,
@@ -261,7 +259,7 @@ BUGS: list[Bug] = [
     bug("latent/indexer", "chosen.masked_fill_(number >= lengths[:, None], -1)", "", INDEX_TOPK),
     bug("latent/indexer", "* block_size + offset", "+ offset", INDEX_TOPK),
     bug(
-        "latent/indexer",
+        "latent/latent_walk",
         "torch.where(row < query_start[-1], seen, 0)",
         "seen",
         INDEX_TOPK,

@@ -138,8 +138,8 @@ BUGS = [
     ),
     bug(
         "linear/scaled_linear",
-        "e8m0_view(shuffled_scale(rows(x_scale)))",
-        "e8m0_view(rows(x_scale).contiguous())",
+        "e8m0_view(shuffled_scale(as_rows(x_scale)))",
+        "e8m0_view(as_rows(x_scale).contiguous())",
         values("scaled_linear.linear_mxfp4"),
     ),
     bug(
@@ -156,14 +156,14 @@ BUGS = [
     ),
     bug(
         "linear/scaled_linear_rows",
-        "tiles, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype",
-        "tiles, weight_scale, rows(x_scale).contiguous(), dtype=out_dtype",
+        "x, tiles, x_scale, weight_scale, dtype=out_dtype",
+        "x, tiles, weight_scale, x_scale, dtype=out_dtype",
         values("scaled_linear_rows.scaled_linear_fp8"),
     ),
     bug(
         "linear/scaled_linear_blocks",
-        "tiles, x_scale, weight_scale",
-        "tiles, x_scale.contiguous(), weight_scale",
+        "        tiles,\n        x_scale,\n",
+        "        tiles,\n        x_scale.contiguous(),\n",
         values("scaled_linear_blocks.scaled_linear_fp8_block"),
     ),
     bug(

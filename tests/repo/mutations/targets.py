@@ -80,7 +80,7 @@ atomc/graph/mutation.py | passes/test_sink_pointwise.py | mutated
 atomc/kernels/cuda/linear.py | kernels/test_cuda_kernels.py | refuse_linear_fp32
 atomc/kernels/fla/delta_rule.py | kernels/recurrent/test_fla.py -k 'dtypes_that or few_tokens_are or rule_is_that or wide_keys'
 atomc/kernels/fla/library.py | kernels/recurrent/test_fla.py -k 'on_request or on_request or default_compile or version_with'
-atomc/kernels/invariant/linear.py | kernels/test_batch_invariant.py -k 'product_to_fp32' | linear_fp32
+atomc/kernels/invariant/linear.py | kernels/test_batch_invariant.py -k 'product_to_fp32' | _product
 atomc/kernels/invariant/mla.py | kernels/test_batch_invariant.py -k 'token_of_latent and triton' | mla_absorbed_attention
 atomc/kernels/invariant/on_cpu.py | kernels/test_batch_invariant.py -k 'product_to_fp32'
 atomc/kernels/moe/as_kernel.py | kernels/moe/test_moe_across_processes.py -k 'op and torch'

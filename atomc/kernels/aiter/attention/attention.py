@@ -7,6 +7,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.checks import strided, unaligned_heads, unlike, unsupported, wrong_rank
+from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -83,4 +84,4 @@ def attention(
         out: Tensor = flash_attn_func(
             q4, k4, v4, softmax_scale=scale, causal=causal, window_size=seen
         )
-    return out.contiguous().view(*q.shape[:-1], v.shape[-1])
+    return with_lead(out.contiguous(), q)

@@ -11,6 +11,7 @@ from atomc.kernels.aiter.attention.attention import single_key
 from atomc.kernels.aiter.attention.unified_attention import attended, unattended
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.checks import scattered_blocks, unaligned_heads, unlike, unsupported
+from atomc.kernels.row_views import as_heads
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -66,53 +67,24 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     room = block_tables.numel() * k_cache.shape[1]
-    if rows.shape[0] > seq_lens.shape[0] and 0 < room <= KEYS_PER_ROW * rows.shape[0]:
-        out = _attend_prompts(
-            rows, k_cache, v_cache, query_start, seq_lens, block_tables, scale, window, softcap
-        )
-    else:
-        out = attended(
-            rows,
-            k_cache,
-            v_cache,
-            query_start,
-            seq_lens,
-            block_tables,
-            None,
-            None,
-            None,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
-    return out.view(*q.shape[:-1], v_cache.shape[-1])
-
-
-def _attend_prompts(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
+    if rows.shape[0] <= seq_lens.shape[0] or not 0 < room <= KEYS_PER_ROW * rows.shape[0]:
+        step = query_start, seq_lens, block_tables
+        return attended(q, k_cache, v_cache, *step, scale=scale, window=window, softcap=softcap)
     key_start = torch.zeros_like(query_start)
     torch.cumsum(seq_lens, 0, dtype=key_start.dtype, out=key_start[1:])
     slots = slots_of_keys(key_start, block_tables, k_cache.shape[1])
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # rows of no sequence stay 0
+    # Rows of no sequence stay 0.
+    out = torch.zeros_like(rows, memory_format=torch.contiguous_format)
     with torch.no_grad():  # it is an autograd function
         flash_attn_varlen_func(
-            q,
+            rows,
             k_cache.flatten(0, 1).index_select(0, slots),
             v_cache.flatten(0, 1).index_select(0, slots),
             query_start,
             key_start,
-            q.shape[0],
+            rows.shape[0],
             slots.shape[0],
             softmax_scale=scale,
             logits_soft_cap=softcap,
@@ -120,7 +92,7 @@ def _attend_prompts(
             window_size=(window - 1 if window else -1, -1, 0),
             out=out,
         )
-    return out
+    return out.view(q.shape)
 
 
 def slots_of_keys(key_start: Tensor, block_tables: Tensor, block_size: int) -> Tensor:

@@ -14,7 +14,8 @@ from atomc.kernels.aiter.attention.unified_attention import (
     unattended_shuffled,
 )
 from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.checks import unsupported
+from atomc.kernels.checks import first_refusal, unsupported
+from atomc.kernels.row_views import as_heads
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -28,10 +29,7 @@ def _refuse(
     platform: Platform,
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
     sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     scale: float,
     window: int,
     softcap: float,
@@ -41,7 +39,6 @@ def _refuse(
         unfit(platform, pa_fwd_asm)
         or _unwritten(q, k_cache, scale)
         or unsupported("AITER's assembly", sinks=sinks, window=window, softcap=softcap)
-        or unattended_shuffled(platform, q, k_cache, v_cache, k_scale, v_scale)
     )
 
 
@@ -60,7 +57,9 @@ def _unwritten(q: Tensor, k_cache: Tensor, scale: float) -> Refusal | None:
     return None
 
 
-@ops.paged_attention.kernel("aiter", layout="shuffled", refuses=_refuse)
+@ops.paged_attention.kernel(
+    "aiter", layout="shuffled", refuses=first_refusal(_refuse, unattended_shuffled)
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -77,7 +76,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     if rows.numel() and rows.shape[0] == seq_lens.shape[0]:
         out: Tensor = pa_fwd_asm(
             rows.contiguous(),
@@ -87,20 +86,6 @@ def paged_attention(
             block_tables.stride(0),
         )
         blank_padding(out, query_start, seq_lens)
-    else:
-        out = attended(
-            rows,
-            k_cache,
-            v_cache,
-            query_start,
-            seq_lens,
-            block_tables,
-            None,
-            None,
-            None,
-            scale=scale,
-            window=0,
-            softcap=0.0,
-            shuffled=True,
-        )
-    return out.view(*q.shape[:-1], v_cache.shape[-1])
+        return out.view(q.shape)
+    step = query_start, seq_lens, block_tables
+    return attended(q, k_cache, v_cache, *step, scale=scale, shuffled=True)

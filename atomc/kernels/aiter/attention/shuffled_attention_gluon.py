@@ -13,7 +13,8 @@ from atomc.kernels.aiter.attention.unified_attention import (
     unattended_shuffled,
 )
 from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.checks import too_wide, unsupported
+from atomc.kernels.checks import first_refusal, too_wide, unsupported
+from atomc.kernels.row_views import as_heads
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -27,9 +28,6 @@ def _refuse(
     platform: Platform,
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     softcap: float,
     **_: object,
 ) -> Refusal | None:
@@ -37,11 +35,12 @@ def _refuse(
         unfit(platform, pa_decode_gluon, get_recommended_splits)
         or too_wide(q.shape[-2] // k_cache.shape[2], MOST_SHARING, "groups of heads")
         or unsupported("AITER's Gluon kernel", softcap=softcap)
-        or unattended_shuffled(platform, q, k_cache, v_cache, k_scale, v_scale)
     )
 
 
-@ops.paged_attention.kernel("aiter", layout="shuffled", refuses=_refuse)
+@ops.paged_attention.kernel(
+    "aiter", layout="shuffled", refuses=first_refusal(_refuse, unattended_shuffled)
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -58,7 +57,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     if rows.numel() and rows.shape[0] == seq_lens.shape[0]:
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         keys, values = shuffled_views(k_cache, v_cache)
@@ -79,20 +78,6 @@ def paged_attention(
             ps=True,
         )
         blank_padding(out, query_start, seq_lens)
-    else:
-        out = attended(
-            rows,
-            k_cache,
-            v_cache,
-            query_start,
-            seq_lens,
-            block_tables,
-            sinks,
-            None,
-            None,
-            scale=scale,
-            window=window,
-            softcap=0.0,
-            shuffled=True,
-        )
-    return out.view(*q.shape[:-1], v_cache.shape[-1])
+        return out.view(q.shape)
+    step = query_start, seq_lens, block_tables
+    return attended(q, k_cache, v_cache, *step, sinks, scale=scale, window=window, shuffled=True)

@@ -25,9 +25,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
-    out = attended(
-        rows,
+    return attended(
+        q,
         k_cache,
         v_cache,
         query_start,
@@ -41,4 +40,3 @@ def paged_attention(
         softcap=softcap,
         shuffled=True,
     )
-    return out.view(*q.shape[:-1], v_cache.shape[-1])

@@ -76,8 +76,8 @@ def _refuse_qk_norm_rope_kv_write(
     # Norms give contiguous rows.
     q, k = q.contiguous(), k.contiguous()
     return (
-        refuse_rms_norm(platform, q, q_weight, eps, norm_style)
-        or refuse_rms_norm(platform, k, k_weight, eps, norm_style)
+        refuse_rms_norm(platform, q, q_weight, norm_style)
+        or refuse_rms_norm(platform, k, k_weight, norm_style)
         or _refuse_rope_kv_write(
             platform, q, k, v, cos, sin, k_cache, v_cache, slots, k_scale, v_scale, rope_style
         )

@@ -13,6 +13,7 @@ from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views, unshuff
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
 from atomc.kernels.aiter.rows.kv_write import odd_blocks
 from atomc.kernels.checks import strided, unlike
+from atomc.kernels.row_views import as_heads
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -87,26 +88,27 @@ def attended(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     scale: float,
-    window: int,
-    softcap: float,
+    window: int = 0,
+    softcap: float = 0.0,
     shuffled: bool = False,
 ) -> Tensor:
-    """paged_attention of rows q [T, N, D] -> [T, N, D]. shuffled: the layout of the caches."""
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    count, sequences = q.shape[0], seq_lens.shape[0]
+    """paged_attention. shuffled: the layout of the caches."""
+    rows = as_heads(q)
+    out = torch.zeros_like(rows, memory_format=torch.contiguous_format)
+    count, sequences = rows.shape[0], seq_lens.shape[0]
     if not count or not sequences:
-        return out
+        return out.view(q.shape)
     longest = block_tables.shape[1] * k_cache.shape[1]
     splits = not window and longest > UNSPLIT
     # 1: row s is taken for sequence s.
     most = 1 if count == sequences else max(2, count // sequences)
     unified_attention(
-        q,
+        rows,
         *(shuffled_views(k_cache, v_cache) if shuffled else (k_cache, v_cache)),
         out,
         query_start,
@@ -126,7 +128,7 @@ def attended(
     )
     if splits or most == 1:
         blank_padding(out, query_start, seq_lens)
-    return out
+    return out.view(q.shape)
 
 
 def blank_padding(out: Tensor, query_start: Tensor, seq_lens: Tensor) -> None:

@@ -60,9 +60,8 @@ def refuse_allreduce_add_rms_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    eps: float,
     process_group: str,
-    style: str,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, get_tp_group, tensor_model_parallel_fused_allreduce_rmsnorm)

@@ -11,6 +11,7 @@ from atomc.kernels.aiter.collective.collective import (
     refuse_allreduce_add_rms_norm,
 )
 from atomc.kernels.aiter.rows import quant
+from atomc.kernels.checks import first_refusal
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -22,15 +23,15 @@ def _refuse_quantizer(
     scheme: str,
     dtype: torch.dtype,
     group: int,
-    column_major: bool,
     rounding: str,
+    **_: object,
 ) -> Refusal | None:
     if scheme == "fp8_static" and scale is not None:
-        return quant.refuse_static(platform, x, scale, dtype)
+        return quant.refuse_static(platform, x, dtype)
     if scheme == "fp8_per_token":
         return quant.refuse_per_token(platform, x, dtype)
     if scheme == "fp8_group":
-        return quant.refuse_group(platform, x, group, column_major, dtype)
+        return quant.refuse_group(platform, x, group, dtype)
     if scheme == "mxfp4":
         return quant.refuse_mxfp4(platform, x, rounding)
     return Refusal(
@@ -38,29 +39,10 @@ def _refuse_quantizer(
     )
 
 
-def _refuse_allreduce_add_rms_norm_quant(
-    platform: Platform,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    scale: Tensor | None,
-    style: str,
-    scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    column_major: bool,
-    rounding: str,
-    **_: object,
-) -> Refusal | None:
-    return refuse_allreduce_add_rms_norm(
-        platform, x, residual, weight, eps, process_group, style
-    ) or _refuse_quantizer(platform, x, scale, scheme, dtype, group, column_major, rounding)
-
-
 @ops.allreduce_add_rms_norm_quant.kernel(
-    "aiter", refuses=_refuse_allreduce_add_rms_norm_quant, rounds="once"
+    "aiter",
+    refuses=first_refusal(refuse_allreduce_add_rms_norm, _refuse_quantizer),
+    rounds="once",
 )
 def allreduce_add_rms_norm_quant(
     x: Tensor,

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, scattered, unfit
-from atomc.kernels.aiter.linear.packing import shuffled_weight
+from atomc.kernels.aiter.linear.packing import relaid_weight, shuffled_weight
 from atomc.kernels.checks import unknown, unlike, unsupported, wrong_result
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
@@ -31,10 +31,6 @@ ACTIVATIONS = {"silu": 0, "gelu": 1}
 NARROW = 192
 
 
-def relaid_down(weight: Tensor) -> Prepared:
-    return Prepared((shuffled_weight(weight),))
-
-
 def relaid_gate_up(weight: Tensor) -> Prepared:
     """And which ids of `numbered` are experts: [E + 2] int32, 0 for the first and the last."""
     experts = torch.ones(len(weight), dtype=torch.int32, device=weight.device)
@@ -46,17 +42,38 @@ def numbered(ids: Tensor, experts: int) -> Tensor:
     return (ids.clamp(-1, experts) + 1).to(torch.int32).contiguous()
 
 
-def _choices(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The weights and ids that AITER wants, [T, k + 1]. Its tables count one choice more, of no
-    expert, wherever experts are masked.
-    """
-    return pad(weights.to(torch.float32), (0, 1)), pad(numbered(ids, experts), (0, 1))
-
-
 def tiled(weight: Tensor) -> Tensor:
     """Says on the tensor itself that it lies in tiles: AITER looks there."""
     vars(weight)["is_shuffled"] = True
     return weight
+
+
+def _computed(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: tuple[Tensor, Tensor],
+    w2: tuple[Tensor],
+    activation: str,
+    kind: int,
+    **how: object,
+) -> Tensor:
+    """fused_moe of prepared weights. AITER's tables count one choice more, of no expert, wherever
+    experts are masked.
+    """
+    (gate_up, is_expert), [down] = w13, w2
+    out: Tensor = fused_moe(
+        x.contiguous(),
+        tiled(gate_up),
+        tiled(down),
+        pad(weights.to(torch.float32), (0, 1)),
+        pad(numbered(ids, len(gate_up)), (0, 1)),
+        is_expert,
+        ActivationType(ACTIVATIONS[activation]),
+        QuantType(kind),
+        **how,
+    )
+    return out
 
 
 def unfilled(w13: Tensor, w2: Tensor, arch: str) -> Refusal | None:
@@ -99,7 +116,7 @@ def _refuse(
 @ops.moe_experts.kernel(
     "aiter",
     refuses=_refuse,
-    prepare={"w13": relaid_gate_up, "w2": relaid_down},
+    prepare={"w13": relaid_gate_up, "w2": relaid_weight},
     rounds="once",
 )
 def moe_experts(
@@ -117,22 +134,11 @@ def moe_experts(
     limit: float | None = None,
     weight_on_input: bool = False,
 ) -> Tensor:
-    (gate_up, is_expert), [down] = w13, w2
     if not x.shape[0]:
         return torch.empty_like(x)
-    routed, chosen = _choices(ids, weights, len(gate_up))
-    out: Tensor = fused_moe(
-        x.contiguous(),
-        tiled(gate_up),
-        tiled(down),
-        routed,
-        chosen,
-        is_expert,
-        ActivationType(ACTIVATIONS[activation]),
-        QuantType(UNQUANTIZED),
-        doweight_stage1=weight_on_input,
+    return _computed(
+        x, ids, weights, w13, w2, activation, UNQUANTIZED, doweight_stage1=weight_on_input
     )
-    return out
 
 
 def _refuse_fp8(
@@ -164,9 +170,7 @@ def _refuse_fp8(
             "under one scale for x, AITER takes one for the gated activation and for each expert",
         )
     return (
-        foreign_fp8(platform, x.dtype)
-        or foreign_fp8(platform, w13.dtype)
-        or foreign_fp8(platform, w2.dtype)
+        foreign_fp8(platform, x.dtype, w13.dtype, w2.dtype)
         or wrong_result(HALVES, out_dtype)
         or unsupported("AITER's kernel", b13=b13, b2=b2, interleaved=interleaved, limit=limit)
         # The assembly of rows under scales of their own: which GELU it has, is not known.
@@ -179,7 +183,7 @@ def _refuse_fp8(
 @ops.moe_experts_fp8.kernel(
     "aiter",
     refuses=_refuse_fp8,
-    prepare={"w13": relaid_gate_up, "w2": relaid_down},
+    prepare={"w13": relaid_gate_up, "w2": relaid_weight},
     rounds="once",
 )
 def moe_experts_fp8(
@@ -202,27 +206,23 @@ def moe_experts_fp8(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    (gate_up, is_expert), [down] = w13, w2
     if not x.shape[0]:
         return torch.empty_like(x, dtype=out_dtype)
     per_tensor = x_scale.dim() == 1
     if not per_tensor:  # one scale of an expert is one for each of its outputs
-        w13_scale = w13_scale.expand(*gate_up.shape[:2], 1)
-        w2_scale = w2_scale.expand(*down.shape[:2], 1)
-    routed, chosen = _choices(ids, weights, len(gate_up))
-    out: Tensor = fused_moe(
-        x.contiguous(),
-        tiled(gate_up),
-        tiled(down),
-        routed,
-        chosen,
-        is_expert,
-        ActivationType(ACTIVATIONS[activation]),
-        QuantType(PER_TENSOR if per_tensor else PER_TOKEN),
+        w13_scale = w13_scale.expand(*w13[0].shape[:2], 1)
+        w2_scale = w2_scale.expand(*w2[0].shape[:2], 1)
+    return _computed(
+        x,
+        ids,
+        weights,
+        w13,
+        w2,
+        activation,
+        PER_TENSOR if per_tensor else PER_TOKEN,
         w1_scale=w13_scale.contiguous(),
         w2_scale=w2_scale.contiguous(),
         a1_scale=x_scale.contiguous(),
         a2_scale=act_scale,
         dtype=out_dtype,
     )
-    return out

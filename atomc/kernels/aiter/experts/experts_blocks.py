@@ -13,11 +13,11 @@ from atomc.kernels.aiter.experts.experts import (
     ActivationType,
     QuantType,
     numbered,
-    relaid_down,
     relaid_gate_up,
     tiled,
 )
 from atomc.kernels.aiter.library import Function, foreign_fp8, gapped, unfit
+from atomc.kernels.aiter.linear.packing import relaid_weight
 from atomc.kernels.aiter.rows.quant import dynamic_per_token_scaled_quant
 from atomc.kernels.checks import unknown, unsupported, wrong_result
 from atomc.ops.formats import HALVES
@@ -55,9 +55,7 @@ def _refuse(
     if reason := (
         unfit(platform, moe_sorting, ck_moe_stage1_fwd, ck_moe_stage2_fwd)
         or unfit(platform, dynamic_per_token_scaled_quant, QuantType, ActivationType)
-        or foreign_fp8(platform, x.dtype)
-        or foreign_fp8(platform, w13.dtype)
-        or foreign_fp8(platform, w2.dtype)
+        or foreign_fp8(platform, x.dtype, w13.dtype, w2.dtype)
         or wrong_result(HALVES, out_dtype)
         or unsupported("AITER's kernel", b13=b13, b2=b2, interleaved=interleaved, limit=limit)
         or unknown(tuple(ACTIVATIONS), activation=activation)
@@ -77,7 +75,7 @@ def _refuse(
 @ops.moe_experts_fp8.kernel(
     "aiter",
     refuses=_refuse,
-    prepare={"w13": relaid_gate_up, "w2": relaid_down},
+    prepare={"w13": relaid_gate_up, "w2": relaid_weight},
     rounds="once",
 )
 def moe_experts_fp8(

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from atomc import ops
 from atomc.kernels.aiter.experts.experts_triton import (
+    COLUMNS,
     Choices,
     moe_align_block_size_triton,
     summed,
@@ -22,8 +23,6 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 fused_moe_mxfp4 = Function("fused_moe_mxfp4", "aiter.ops.triton.moe.moe_op_mxfp4")
-# Columns of a tile of inputs. The kernel masks the last tile by columns where bytes are meant.
-COLUMNS = 64
 
 
 def _product(
@@ -53,12 +52,7 @@ def _product(
         k if len(x) == tokens else 1,
         False,
         False,
-        {
-            "BLOCK_SIZE_M": choices.block,
-            "BLOCK_SIZE_N": 64,
-            "BLOCK_SIZE_K": COLUMNS,
-            "GROUP_SIZE_M": 4,
-        },
+        choices.tile,
         triton_dtype(dtype),
     )
     if bias is None:
@@ -83,6 +77,7 @@ def _refuse(
     if x_scale is not None:
         return Refusal("argument", "AITER's kernel gets x in bf16, not in codes with scales")
     hidden, inner = w2.shape[1], w13.shape[1] // 2
+    # The kernel masks the last tile of inputs by columns where bytes are meant.
     if hidden % COLUMNS or inner % COLUMNS:
         return Refusal(
             "shape", f"experts of {hidden} x {inner}: AITER's kernel needs multiples of {COLUMNS}"

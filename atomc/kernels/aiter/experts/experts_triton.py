@@ -24,6 +24,7 @@ fused_moe = Function(
 )
 # Rows of a tile, for choices up to so many an expert.
 TILES = ((16, 16), (64, 32), (1 << 62, 64))
+COLUMNS = 64  # of a tile of inputs
 
 
 class Choices:
@@ -42,6 +43,12 @@ class Choices:
             self.ids, experts + 1, self.block, self.order, self.experts, self.length
         )
         self.experts = self.experts - 1  # -1 is skipped
+        self.tile = {
+            "BLOCK_SIZE_M": self.block,
+            "BLOCK_SIZE_N": 64,
+            "BLOCK_SIZE_K": COLUMNS,
+            "GROUP_SIZE_M": 4,
+        }
 
     def product(
         self,
@@ -74,12 +81,7 @@ class Choices:
             False,
             group > 0,
             block_shape=[0, group] if group else None,
-            config={
-                "BLOCK_SIZE_M": self.block,
-                "BLOCK_SIZE_N": 64,
-                "BLOCK_SIZE_K": 64,
-                "GROUP_SIZE_M": 4,
-            },
+            config=self.tile,
         )
         return out
 

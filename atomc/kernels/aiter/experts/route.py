@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, rows, scattered, unfit
+from atomc.kernels.aiter.library import Function, scattered, unfit
 from atomc.kernels.checks import too_wide, unlike
+from atomc.kernels.row_views import as_rows
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -126,7 +127,7 @@ def topk_route(
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    flat = rows(logits)
+    flat = as_rows(logits)
     weights = flat.new_empty((flat.shape[0], k), dtype=torch.float32)
     ids = flat.new_empty((flat.shape[0], k), dtype=torch.int32)
     # The softmax of the chosen logits is the softmax of all, divided by the sum of the chosen.

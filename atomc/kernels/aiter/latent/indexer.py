@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.aiter.latent.latent_walk import visible_keys
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
 from atomc.kernels.checks import scattered_slots, strided, unlike
+from atomc.kernels.row_views import as_heads, as_rows
 from atomc.ops.formats import FLOATS, FP8
 from atomc.ops.indexer import SCALE_BYTES
 from atomc.ops.op import Refusal
@@ -103,14 +105,14 @@ def paged_index_topk(
     *,
     topk: int,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:]).contiguous()
-    by_row = weights.reshape(-1, weights.shape[-1]).contiguous()
+    rows = as_heads(q).contiguous()
+    by_row = as_rows(weights).contiguous()
     block_size = index_cache.shape[1]
     capacity = block_tables.shape[1] * block_size
     chosen = torch.empty((len(rows), topk), dtype=torch.int32, device=q.device)
     if not len(rows) or not len(seq_lens):
         return chosen.fill_(-1).view(*q.shape[:-2], topk)
-    of, lengths = _ends(len(rows), query_start, seq_lens)
+    of, lengths = visible_keys(len(rows), query_start, seq_lens)
     offset = torch.arange(block_size, dtype=torch.int32, device=q.device)
     at_once = max(1, SCORE_BYTES // (4 * capacity))
     for first in range(0, len(rows), at_once):
@@ -127,14 +129,6 @@ def paged_index_topk(
     number = torch.arange(topk, device=q.device)
     chosen.masked_fill_(number >= lengths[:, None], -1)
     return chosen.view(*q.shape[:-2], topk)
-
-
-def _ends(rows: int, query_start: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequence of each row, and how many keys it sees [rows] i32; 0 for padding."""
-    row = torch.arange(rows, device=query_start.device)
-    of = torch.searchsorted(query_start[1:], row, right=True).clamp_(max=len(seq_lens) - 1)
-    seen = (seq_lens - query_start[1:])[of] + row + 1
-    return of, torch.where(row < query_start[-1], seen, 0).to(torch.int32)
 
 
 def _choose(

@@ -17,9 +17,14 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.attention.paged_attention import slots_of_keys
 from atomc.kernels.aiter.attention.unified_attention import blank_padding
-from atomc.kernels.aiter.latent.latent_walk import attended_latents, unattended_latents
+from atomc.kernels.aiter.latent.latent_walk import (
+    attended_latents,
+    refuse_chosen,
+    unattended_latents,
+)
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
-from atomc.kernels.checks import scattered_blocks, strided, unlike, unsupported
+from atomc.kernels.checks import first_refusal, scattered_blocks, strided, unlike
+from atomc.kernels.row_views import as_heads, with_lead
 from atomc.ops.op import Refusal
 from atomc.ops.state import LAYOUTS
 from atomc.platform import Platform
@@ -132,12 +137,10 @@ def _refuse(
     kv_cache: Tensor,
     kv_scale: Tensor | None,
     latent: int,
-    chosen: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     return (
-        unsupported("AITER's attention over all keys", chosen=chosen)
-        or unfit(
+        unfit(
             platform,
             mla_decode_fwd,
             mla_prefill_fwd,
@@ -150,7 +153,11 @@ def _refuse(
         or _unread(platform, kv_cache, kv_scale)
         or scattered_blocks(kv_cache)
         or strided(q=q, kv_cache=kv_cache)
-        or _no_prompts(platform, q, kv_cache, kv_scale, latent)
+        or (
+            None
+            if _runs_in_assembly(_padded(q.shape[-2]), kv_cache.dtype)
+            else unattended_latents(platform, q, kv_cache, kv_scale, latent)
+        )
     )
 
 
@@ -186,14 +193,6 @@ def _unread(platform: Platform, kv_cache: Tensor, kv_scale: Tensor | None) -> Re
     return None
 
 
-def _no_prompts(
-    platform: Platform, q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, latent: int
-) -> Refusal | None:
-    if _runs_in_assembly(_padded(q.shape[-2]), kv_cache.dtype):
-        return None
-    return unattended_latents(platform, q, kv_cache, kv_scale, latent)
-
-
 def _runs_in_assembly(heads: int, kv_dtype: torch.dtype) -> bool:
     """Whether steps other than decode steps run in assembly."""
     return heads in PROMPT_HEADS and kv_dtype == torch.bfloat16
@@ -202,7 +201,7 @@ def _runs_in_assembly(heads: int, kv_dtype: torch.dtype) -> bool:
 @ops.mla_absorbed_attention.kernel(
     "aiter",
     layout="paged",
-    refuses=_refuse,
+    refuses=first_refusal(refuse_chosen, _refuse),
     shared=ops.Shared(schedule, ("seq_lens", "block_tables"), _constants),
 )
 def mla_absorbed_attention(
@@ -219,15 +218,14 @@ def mla_absorbed_attention(
     chosen: Tensor | None = None,
     shared: tuple[Tensor, ...],
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     tokens, heads, _ = rows.shape
     padded = _padded(heads)
     decode = tokens == seq_lens.shape[0]
     if not decode and not _runs_in_assembly(padded, kv_cache.dtype):
-        out = attended_latents(
-            rows, kv_cache, query_start, seq_lens, block_tables, kv_scale, latent, scale
+        return attended_latents(
+            q, kv_cache, query_start, seq_lens, block_tables, kv_scale, latent, scale
         )
-        return out.view(*q.shape[:-1], latent)
     # Rows of no sequence are not written.
     out = q.new_zeros((tokens, padded, latent))
     if tokens:
@@ -247,7 +245,7 @@ def mla_absorbed_attention(
         else:
             # So many rows a sequence has at most.
             mla_prefill_fwd(*operands, tokens, sm_scale=scale)
-    return out[:, :heads].contiguous().view(*q.shape[:-1], latent)
+    return with_lead(out[:, :heads].contiguous(), q)
 
 
 def _decode(

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.latent.latent_rows import LatentRows, latent_rows, unbatched
+from atomc.kernels.aiter.latent.latent_rows import (
+    LatentRows,
+    latent_rows,
+    outside_of_latents,
+    unbatched,
+)
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
 from atomc.kernels.aiter.rows.rope import moving, not_by_token, partly_rotated
 from atomc.kernels.checks import (
@@ -22,6 +26,7 @@ from atomc.kernels.checks import (
     unsupported,
     wrong_rank,
 )
+from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -184,8 +189,8 @@ def write_queries(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> Tensor:
             one,
             one,
             torch.arange(q_nope.shape[0], device=q_nope.device),  # token t has row t of the tables
-            cos.reshape(-1, cos.shape[-1]).contiguous(),
-            sin.reshape(-1, sin.shape[-1]).contiguous(),
+            as_rows(cos).contiguous(),
+            as_rows(sin).contiguous(),
             style != "gptj",
             True,
             compute_all_q_rope=True,
@@ -209,17 +214,13 @@ def _refuse_mla_rope_kv_write(
     if reason := unfit(platform):
         return reason
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
-    if reason := unwritable_queries(platform, rows, kv_cache, slots, scale) or unlike(
-        HALVES, q_nope=q_nope, kv_c=kv_c
-    ):
-        return reason
-    if not known_equal(q_nope.shape[-1], kv_c.shape[-1]):
-        return Refusal(
-            "shape",
-            f"queries of {q_nope.shape[-1]} columns and a latent of {kv_c.shape[-1]}: AITER takes "
-            "queries in the latent space",
-        )
-    return strided(q_nope=q_nope) or _off_vectors(q_nope=rows.q_nope)
+    return (
+        unwritable_queries(platform, rows, kv_cache, slots, scale)
+        or unlike(HALVES, q_nope=q_nope, kv_c=kv_c)
+        or outside_of_latents(q_nope, kv_c)
+        or strided(q_nope=q_nope)
+        or _off_vectors(q_nope=rows.q_nope)
+    )
 
 
 @ops.mla_rope_kv_write.kernel(
@@ -239,4 +240,4 @@ def mla_rope_kv_write(
 ) -> tuple[Tensor, Tensor]:
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     out = write_queries(rows, kv_cache, slots)
-    return out.view(*q_nope.shape[:-1], out.shape[-1]), kv_c.new_empty((0,))
+    return with_lead(out, q_nope), kv_c.new_empty((0,))

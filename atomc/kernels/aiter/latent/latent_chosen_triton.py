@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.aiter.latent.latent_walk import unwalkable
 from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.aiter.rows.kv_write import odd_blocks
-from atomc.kernels.checks import strided, unlike
+from atomc.kernels.checks import unlike
+from atomc.kernels.row_views import as_heads, with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -21,7 +22,7 @@ unified_attention_sparse_mla = Function(
     "aiter.ops.triton.attention.unified_attention_sparse_mla",
     "aiter.ops.triton.unified_attention_sparse_mla",
 )
-HEADS = LEAST = 16
+HEADS = 16
 
 
 def _refuse(
@@ -29,18 +30,11 @@ def _refuse(
 ) -> Refusal | None:
     if chosen is None:
         return Refusal("argument", "AITER's kernel for chosen keys, and none are chosen")
-    if reason := unfit(platform, unified_attention_sparse_mla) or unlike(
-        HALVES, q=q, kv_cache=kv_cache
-    ):
-        return reason
-    rotated = kv_cache.shape[-1] - latent
-    if any(width < LEAST or width & (width - 1) for width in (latent, rotated)):
-        return Refusal(
-            "shape",
-            f"a latent of {latent} and {rotated} rotated columns: AITER takes powers of two from "
-            f"{LEAST} on",
-        )
-    return odd_blocks(kv_cache) or strided(q=q, kv_cache=kv_cache)
+    return (
+        unfit(platform, unified_attention_sparse_mla)
+        or unlike(HALVES, q=q, kv_cache=kv_cache)
+        or unwalkable(q, kv_cache, latent)
+    )
 
 
 @ops.mla_absorbed_attention.kernel("aiter", layout="paged", refuses=_refuse)
@@ -58,7 +52,7 @@ def mla_absorbed_attention(
     chosen: Tensor | None = None,
 ) -> Tensor:
     assert chosen is not None
-    rows, by_row = q.reshape(-1, *q.shape[-2:]), chosen.flatten(0, -2)
+    rows, by_row = as_heads(q), chosen.flatten(0, -2)
     tokens, heads, _ = rows.shape
     out = q.new_zeros((tokens, heads + -heads % HEADS, latent))
     if tokens and seq_lens.shape[0]:
@@ -75,7 +69,7 @@ def mla_absorbed_attention(
             block_tables,
             latent,
         )
-    return out[:, :heads].contiguous().view(*q.shape[:-1], latent)
+    return with_lead(out[:, :heads].contiguous(), q)
 
 
 def _slots(chosen: Tensor, query_start: Tensor, block_tables: Tensor, block_size: int) -> Tensor:

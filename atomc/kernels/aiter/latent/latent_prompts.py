@@ -17,9 +17,14 @@ from atomc.kernels.aiter.attention.paged_attention import (
     flash_attn_varlen_func,
     slots_of_keys,
 )
-from atomc.kernels.aiter.latent.latent_walk import attended_latents, unattended_latents
+from atomc.kernels.aiter.latent.latent_walk import (
+    attended_latents,
+    refuse_chosen,
+    unattended_latents,
+)
 from atomc.kernels.aiter.library import unfit
-from atomc.kernels.checks import scattered_blocks, strided, unlike, unsupported, wrong_rank
+from atomc.kernels.checks import first_refusal, scattered_blocks, strided, unlike, wrong_rank
+from atomc.kernels.row_views import as_heads, with_lead
 from atomc.ops.attention import loaded_values
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
@@ -55,20 +60,18 @@ def _refuse_mla_attention(
     latent: Tensor,
     k_rope: Tensor,
     weight: Tensor,
-    chosen: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     heads, nope = q_nope.shape[-2:]
     return (
-        unsupported("AITER's attention over all keys", chosen=chosen)
-        or unfit(platform, flash_attn_func)
+        unfit(platform, flash_attn_func)
         or unlike(HALVES, q_nope=q_nope, q_rope=q_rope, latent=latent, k_rope=k_rope, weight=weight)
         or wrong_rank((3, 4), q_nope=q_nope)
         or _odd_widths(nope + q_rope.shape[-1], weight.shape[0] // heads - nope)
     )
 
 
-@ops.mla_attention.kernel("aiter", refuses=_refuse_mla_attention)
+@ops.mla_attention.kernel("aiter", refuses=first_refusal(refuse_chosen, _refuse_mla_attention))
 def mla_attention(
     q_nope: Tensor,
     q_rope: Tensor,
@@ -95,7 +98,7 @@ def mla_attention(
             causal=True,
             window_size=(-1, -1, 0),
         )
-    return out.contiguous().view(*q_nope.shape[:-1], value)
+    return with_lead(out.contiguous(), q_nope)
 
 
 def _refuse_mla_paged_attention(
@@ -104,14 +107,12 @@ def _refuse_mla_paged_attention(
     weight: Tensor,
     kv_cache: Tensor,
     kv_scale: Tensor | None,
-    chosen: Tensor | None,
     **_: object,
 ) -> Refusal | None:
     heads, width = q.shape[-2:]
     nope = width - (kv_cache.shape[-1] - weight.shape[-1])
     return (
-        unsupported("AITER's attention over all keys", chosen=chosen)
-        or unfit(platform, flash_attn_varlen_func)
+        unfit(platform, flash_attn_varlen_func)
         or unlike(HALVES, q=q, weight=weight)
         or _odd_widths(width, weight.shape[0] // heads - nope)
         or scattered_blocks(kv_cache)
@@ -121,7 +122,10 @@ def _refuse_mla_paged_attention(
 
 
 @ops.mla_paged_attention.kernel(
-    "aiter", layout="paged", tokens=PROMPTS, refuses=_refuse_mla_paged_attention
+    "aiter",
+    layout="paged",
+    tokens=PROMPTS,
+    refuses=first_refusal(refuse_chosen, _refuse_mla_paged_attention),
 )
 def mla_paged_attention(
     q: Tensor,
@@ -136,11 +140,19 @@ def mla_paged_attention(
     scale: float,
     chosen: Tensor | None = None,
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     room = block_tables.numel() * kv_cache.shape[1]
-    form = _attend_keys if 0 < room <= KEYS_PER_ROW * rows.shape[0] else _attend_latents
-    out = form(rows, weight, kv_cache, query_start, seq_lens, block_tables, kv_scale, scale)
-    return out.view(*q.shape[:-1], out.shape[-1])
+    step = query_start, seq_lens, block_tables, kv_scale
+    if 0 < room <= KEYS_PER_ROW * rows.shape[0]:
+        return with_lead(_attend_keys(rows, weight, kv_cache, *step, scale), q)
+    # With the projections absorbed (DeepSeek-V2, section 2.1.2).
+    heads, latent = rows.shape[1], weight.shape[-1]
+    nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
+    of_head = weight.view(heads, -1, latent)
+    projected = torch.bmm(rows[..., :nope].transpose(0, 1), of_head[:, :nope]).transpose(0, 1)
+    queries = torch.cat((projected, rows[..., nope:]), -1)
+    attended = attended_latents(queries, kv_cache, *step, latent, scale)
+    return with_lead(ops.linear_by_head.reference(attended, of_head[:, nope:]), q)
 
 
 def _attend_keys(
@@ -177,32 +189,3 @@ def _attend_keys(
             out=out,
         )
     return out
-
-
-def _attend_latents(
-    q: Tensor,
-    weight: Tensor,
-    kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    kv_scale: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """The same with the projections absorbed (DeepSeek-V2, section 2.1.2)."""
-    heads, latent = q.shape[1], weight.shape[-1]
-    nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
-    of_head = weight.view(heads, -1, latent)
-    projected = torch.bmm(q[..., :nope].transpose(0, 1), of_head[:, :nope]).transpose(0, 1)
-    attended = attended_latents(
-        torch.cat((projected, q[..., nope:]), -1),
-        kv_cache,
-        query_start,
-        seq_lens,
-        block_tables,
-        kv_scale,
-        latent,
-        scale,
-    )
-    values: Tensor = ops.linear_by_head.reference(attended, of_head[:, nope:])
-    return values

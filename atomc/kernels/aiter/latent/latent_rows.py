@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
+from atomc.ops.op import Refusal
 
 
 class LatentRows(NamedTuple):
@@ -42,6 +43,17 @@ def latent_rows(
     if rope_style == "pairs_to_half":
         q_pe, k_pe, rope_style = _split_pairs(q_pe), _split_pairs(k_pe), "half"
     return LatentRows(q_nope, q_pe, unbatched(kv_c, 2), k_pe, cos, sin, rope_style)
+
+
+def outside_of_latents(q_nope: Tensor, kv_c: Tensor) -> Refusal | None:
+    """Unless the queries are in the latent space."""
+    if known_equal(q_nope.shape[-1], kv_c.shape[-1]):
+        return None
+    return Refusal(
+        "shape",
+        f"queries of {q_nope.shape[-1]} columns and a latent of {kv_c.shape[-1]}: AITER takes "
+        "queries in the latent space",
+    )
 
 
 def unbatched(x: Tensor, rank: int) -> Tensor:

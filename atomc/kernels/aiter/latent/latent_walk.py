@@ -13,7 +13,8 @@ from torch import Tensor
 from atomc.kernels.aiter.attention.unified_attention import blank_padding
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
 from atomc.kernels.aiter.rows.kv_write import odd_blocks
-from atomc.kernels.checks import strided, unlike
+from atomc.kernels.checks import strided, unlike, unsupported
+from atomc.kernels.row_views import as_heads
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -30,8 +31,17 @@ LEAST = 16
 PARTS = 8
 
 
+def refuse_chosen(platform: Platform, chosen: Tensor | None, **_: object) -> Refusal | None:
+    return unsupported("AITER's attention over all keys", chosen=chosen)
+
+
 def unattended_latents(
-    platform: Platform, q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, latent: int
+    platform: Platform,
+    q: Tensor,
+    kv_cache: Tensor,
+    kv_scale: Tensor | None,
+    latent: int,
+    **_: object,
 ) -> Refusal | None:
     """Why `attended_latents` does not serve these."""
     if reason := unfit(platform, mla_decode_fwd, mla_prefill_fwd, decode_attention_fwd) or unlike(
@@ -45,6 +55,11 @@ def unattended_latents(
             f"the cache is {kv_cache.dtype}, the query {q.dtype}: AITER reads one like it, or "
             f"{codes}",
         )
+    return unwalkable(q, kv_cache, latent)
+
+
+def unwalkable(q: Tensor, kv_cache: Tensor, latent: int) -> Refusal | None:
+    """What AITER's Triton kernels over latents have in common, and do not take."""
     rotated = kv_cache.shape[-1] - latent
     if any(width < LEAST or width & (width - 1) for width in (latent, rotated)):
         return Refusal(
@@ -65,15 +80,16 @@ def attended_latents(
     latent: int,
     scale: float,
 ) -> Tensor:
-    """mla_absorbed_attention of q [T, H, L + R] -> [T, H, L]."""
-    tokens, heads, width = q.shape
+    """mla_absorbed_attention."""
+    result = q.new_zeros((*q.shape[:-1], latent))
+    q, out = (as_heads(x) for x in (q, result))  # out: a view of the result
+    tokens, _, width = q.shape
     sequences = seq_lens.shape[0]
-    out = q.new_zeros((tokens, heads, latent))
     if not tokens or not sequences:
-        return out
+        return result
     if tokens != sequences and kv_cache.dtype != q.dtype:
         _attend_tokens(q, kv_cache, out, query_start, seq_lens, block_tables, kv_scale, scale)
-        return out
+        return result
     run = mla_decode_fwd if tokens == sequences else mla_prefill_fwd
     starts = query_start
     if tokens == sequences:  # row s is taken for sequence s
@@ -95,7 +111,7 @@ def attended_latents(
     )
     if tokens == sequences:
         blank_padding(out, query_start, seq_lens)
-    return out
+    return result
 
 
 def _attend_tokens(
@@ -110,10 +126,7 @@ def _attend_tokens(
 ) -> None:
     """Into out, with each token as a sequence that ends with it."""
     tokens, heads, latent = out.shape
-    row = torch.arange(tokens, device=q.device)
-    of = torch.searchsorted(query_start[1:], row, right=True).clamp_(max=seq_lens.shape[0] - 1)
-    last = (seq_lens + query_start[:-1] - query_start[1:])[of] + row - query_start[of]
-    padding = row >= query_start[-1]
+    of, lengths = visible_keys(tokens, query_start, seq_lens)
     keys = kv_cache.flatten(0, 1).unsqueeze(1)
     decode_attention_fwd(
         q,
@@ -122,7 +135,7 @@ def _attend_tokens(
         out,
         q.new_empty((tokens, heads), dtype=torch.float32),
         block_tables[of],
-        torch.where(padding, 1, last + 1).to(torch.int32),
+        lengths.clamp(min=1),
         q.new_empty((tokens, heads, PARTS, latent + 1), dtype=torch.float32),
         PARTS,
         scale,
@@ -130,4 +143,12 @@ def _attend_tokens(
         k_scale=kv_scale,
         v_scale=kv_scale,
     )
-    out.masked_fill_(padding[:, None, None], 0.0)
+    out.masked_fill_((lengths == 0)[:, None, None], 0.0)
+
+
+def visible_keys(rows: int, query_start: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequence of each row, and how many keys it sees [rows] i32; 0 for padding."""
+    row = torch.arange(rows, device=query_start.device)
+    of = torch.searchsorted(query_start[1:], row, right=True).clamp_(max=len(seq_lens) - 1)
+    seen = (seq_lens - query_start[1:])[of] + row + 1
+    return of, torch.where(row < query_start[-1], seen, 0).to(torch.int32)

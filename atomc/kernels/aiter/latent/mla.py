@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.latent.latent_rows import LatentRows, latent_rows
+from atomc.kernels.aiter.latent.latent_rows import LatentRows, latent_rows, outside_of_latents
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rows.kv_write import coded
 from atomc.kernels.aiter.rows.rope import moving, not_by_token, partly_rotated
 from atomc.kernels.checks import odd_group, scattered_blocks, strided, unlike, wrong_rank
+from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -56,11 +56,6 @@ def _odd_widths(latent: int, rotated: int) -> Refusal | None:
     return None
 
 
-def _token_pages(kv_cache: Tensor) -> Tensor:
-    """[blocks, block_size, columns] as a page for each token, [tokens, 1, columns]."""
-    return kv_cache.flatten(0, 1).unsqueeze(1)
-
-
 def _refuse_mla_rope_kv_write(
     platform: Platform,
     q_nope: Tensor,
@@ -77,15 +72,7 @@ def _refuse_mla_rope_kv_write(
     if reason := unfit(platform, fused_qk_rope_cat_and_cache_mla):
         return reason
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
-    if reason := _unwritable(rows, kv_cache, scale):
-        return reason
-    if not known_equal(q_nope.shape[-1], kv_c.shape[-1]):
-        return Refusal(
-            "shape",
-            f"queries of {q_nope.shape[-1]} columns and a latent of {kv_c.shape[-1]}: AITER takes "
-            "queries in the latent space",
-        )
-    return None
+    return _unwritable(rows, kv_cache, scale) or outside_of_latents(q_nope, kv_c)
 
 
 @ops.mla_rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse_mla_rope_kv_write)
@@ -113,7 +100,7 @@ def mla_rope_kv_write(
             apply_scale=False,
             q_out=out,
         )
-    return out.view(*q_nope.shape[:-1], out.shape[-1]), kv_c.new_empty((0,))
+    return with_lead(out, q_nope), kv_c.new_empty((0,))
 
 
 def _written(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
@@ -121,7 +108,7 @@ def _written(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor,
     return (
         rows.kv_c.unsqueeze(1),
         rows.k_pe,
-        _token_pages(kv_cache),
+        kv_cache.flatten(0, 1).unsqueeze(1),  # a page for each token
         slots,
         # Token t has row t of the tables.
         torch.arange(rows.kv_c.shape[0], device=kv_cache.device),
@@ -157,9 +144,7 @@ def _refuse_bmm_rope_kv_write(
     )
     if reason := unfit(platform, function):
         return reason
-    if scheme == "fp8" and (
-        reason := foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, dtype)
-    ):
+    if scheme == "fp8" and (reason := foreign_fp8(platform, weight.dtype, dtype)):
         return reason
     product = odd_group(group) if scheme == "fp8" else rounded_up(rounding) or no_mxfp4(platform)
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)

@@ -18,6 +18,7 @@ from atomc.kernels.aiter.latent.latent_rows import latent_rows
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rows.rope import refuse_rope, rope
 from atomc.kernels.checks import odd_group, unlike, wrong_rank
+from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -80,7 +81,7 @@ def mla_rope_kv_write(
     q_rotated, k_rotated = (rope(x, rows.cos, rows.sin, rows.style) for x in (rows.q_pe, rows.k_pe))
     write_tokens(rows.kv_c, k_rotated, kv_cache, slots, scale)
     out = torch.cat((rows.q_nope, q_rotated), -1)
-    return out.view(*q_nope.shape[:-1], out.shape[-1]), kv_c.new_empty((0,))
+    return with_lead(out, q_nope), kv_c.new_empty((0,))
 
 
 def _refuse_bmm_rope_kv_write(
@@ -107,9 +108,7 @@ def _refuse_bmm_rope_kv_write(
     if reason := unfit(platform, batched_gemm_a8w8 if scheme == "fp8" else batched_gemm_a16wfp4):
         return reason
     if scheme == "fp8":
-        product = (
-            foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, dtype) or odd_group(group)
-        )
+        product = foreign_fp8(platform, weight.dtype, dtype) or odd_group(group)
     else:
         product = no_mxfp4(platform) or rounded_up(rounding)
     if reason := product or unlike(HALVES, q_nope=q_nope, kv_c=kv_c):
@@ -145,7 +144,7 @@ def bmm_rope_kv_write(
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     latent = _multiplied(rows.q_nope, weight, weight_scale, scheme, group)
     out = write_queries(rows._replace(q_nope=latent), kv_cache, slots)
-    return out.view(*q_nope.shape[:-1], out.shape[-1]), kv_c.new_empty((0,))
+    return with_lead(out, q_nope), kv_c.new_empty((0,))
 
 
 def _multiplied(x: Tensor, weight: Tensor, weight_scale: Tensor, scheme: str, group: int) -> Tensor:

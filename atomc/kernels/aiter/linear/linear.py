@@ -5,8 +5,9 @@ tables say.
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, gapped, rows, unfit
+from atomc.kernels.aiter.library import Function, gapped, unfit
 from atomc.kernels.checks import unlike
+from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -25,5 +26,5 @@ def _refuse(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None) 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not x.numel():
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
-    out: Tensor = gemm_a16w16(rows(x), weight, bias=bias)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    out: Tensor = gemm_a16w16(as_rows(x), weight, bias=bias)
+    return with_lead(out, x)

@@ -2,13 +2,17 @@
 product in fp8 by blocks, whose result is split and joined to the rotated keys.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, foreign_fp8, rows, unfit
+from atomc.kernels.aiter.library import Function, foreign_fp8, unfit
 from atomc.kernels.aiter.linear.packing import shuffled_weight, untiled
 from atomc.kernels.checks import unlike, wrong_result
+from atomc.kernels.row_views import as_rows
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
@@ -43,6 +47,36 @@ def tile_rows(weight: Tensor) -> Prepared:
     return Prepared((shuffled_weight(weight).view(weight.shape[0] // 16, -1),))
 
 
+def split_cat(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    operands: tuple[Tensor, Tensor, Tensor, Tensor],
+    k_pe: Tensor,
+    nope: int,
+    outputs: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """linear_split_cat by a function of AITER's, whose weight has so many outputs. operands: x, the
+    weight, and the scales of both.
+    """
+    x, weight, x_scale, weight_scale = operands
+    *lead, heads, rotated = k_pe.shape
+    value = outputs // heads - nope
+    shapes = (*lead, heads, nope + rotated), (*lead, heads, value)
+    if not x.numel():
+        return k_pe.new_empty(shapes[0]), k_pe.new_empty(shapes[1])
+    k, v = function(
+        as_rows(x),
+        weight,
+        k_pe.reshape(-1, heads, rotated),
+        as_rows(x_scale),
+        weight_scale,
+        nope,
+        value,
+        dtype=out_dtype,
+    )
+    return k.view(shapes[0]), v.view(shapes[1])
+
+
 def _refuse(
     platform: Platform,
     x: Tensor,
@@ -58,8 +92,7 @@ def _refuse(
         unfit(platform, fused_gemm_a8w8_blockscale_preshuffle_split_cat)
         or unlike(HALVES, k_pe=k_pe)
         or wrong_result((k_pe.dtype,), out_dtype)
-        or foreign_fp8(platform, weight.dtype)
-        or foreign_fp8(platform, x.dtype)
+        or foreign_fp8(platform, weight.dtype, x.dtype)
         or partial_tiles(weight, BLOCK)
     )
 
@@ -77,19 +110,11 @@ def linear_split_cat(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     [tiles] = weight
-    *lead, heads, rotated = k_pe.shape
-    value = 16 * tiles.shape[0] // heads - nope
-    if not x.numel():
-        return k_pe.new_empty((*lead, heads, nope + rotated)), k_pe.new_empty((*lead, heads, value))
-    k, v = fused_gemm_a8w8_blockscale_preshuffle_split_cat(
-        rows(x),
-        tiles,
-        k_pe.reshape(-1, heads, rotated),
-        rows(x_scale),
-        weight_scale,
+    return split_cat(
+        partial(fused_gemm_a8w8_blockscale_preshuffle_split_cat, is_x_scale_transposed=False),
+        (x, tiles, x_scale, weight_scale),
+        k_pe,
         nope,
-        value,
-        dtype=out_dtype,
-        is_x_scale_transposed=False,
+        16 * tiles.shape[0],
+        out_dtype,
     )
-    return k.view(*lead, heads, nope + rotated), v.view(*lead, heads, value)

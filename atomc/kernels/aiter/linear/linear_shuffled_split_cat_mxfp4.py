@@ -6,10 +6,16 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, no_mxfp4, rows, unfit
-from atomc.kernels.aiter.linear.linear_shuffled_split_cat import FUSED, partial_tiles, tile_rows
+from atomc.kernels.aiter.library import Function, no_mxfp4, unfit
+from atomc.kernels.aiter.linear.linear_shuffled_split_cat import (
+    FUSED,
+    partial_tiles,
+    split_cat,
+    tile_rows,
+)
 from atomc.kernels.aiter.linear.packing import relaid_scale, shuffled_scale
 from atomc.kernels.checks import unlike, wrong_result
+from atomc.kernels.row_views import as_rows
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
@@ -77,21 +83,11 @@ def linear_split_cat(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     [tiles], [scale_tiles] = weight, weight_scale
-    *lead, heads, rotated = k_pe.shape
-    value = 16 * tiles.shape[0] // heads - nope
-    if not x.numel():
-        return k_pe.new_empty((*lead, heads, nope + rotated)), k_pe.new_empty((*lead, heads, value))
-    scales = rows(x_scale)
+    scales = as_rows(x_scale)
     if scales.shape[0] >= SHUFFLED:
         scales = _tile_rows(shuffled_scale(scales.contiguous()))
-    k, v = fused_gemm_afp4wfp4_preshuffle_split_cat(
-        rows(x),
-        tiles,
-        k_pe.reshape(-1, heads, rotated),
-        scales,
-        scale_tiles,
-        nope,
-        value,
-        dtype=out_dtype,
+    operands = x, tiles, scales, scale_tiles
+    outputs = 16 * tiles.shape[0]
+    return split_cat(
+        fused_gemm_afp4wfp4_preshuffle_split_cat, operands, k_pe, nope, outputs, out_dtype
     )
-    return k.view(*lead, heads, nope + rotated), v.view(*lead, heads, value)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, unfit
-from atomc.kernels.aiter.linear.linear_shuffled_split_cat import FUSED
+from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, unfit
+from atomc.kernels.aiter.linear.linear_shuffled_split_cat import FUSED, split_cat
 from atomc.kernels.aiter.linear.linear_shuffled_split_cat_mxfp4 import AT_ONCE
 from atomc.kernels.checks import unlike, wrong_result
 from atomc.ops.formats import HALVES
@@ -57,7 +57,7 @@ def _refuse(
             "shape",
             f"rows of {weight.shape[1]}: AITER takes blocks of 128, and more than half of one",
         )
-    return foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, x.dtype)
+    return foreign_fp8(platform, weight.dtype, x.dtype)
 
 
 @ops.linear_split_cat.kernel("aiter", refuses=_refuse)
@@ -72,18 +72,5 @@ def linear_split_cat(
     scheme: str,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    *lead, heads, rotated = k_pe.shape
-    value = weight.shape[0] // heads - nope
-    if not x.numel():
-        return k_pe.new_empty((*lead, heads, nope + rotated)), k_pe.new_empty((*lead, heads, value))
-    k, v = FUNCTIONS[scheme](
-        rows(x),
-        weight,
-        k_pe.reshape(-1, heads, rotated),
-        rows(x_scale),
-        weight_scale,
-        nope,
-        value,
-        dtype=out_dtype,
-    )
-    return k.view(*lead, heads, nope + rotated), v.view(*lead, heads, value)
+    operands = x, weight, x_scale, weight_scale
+    return split_cat(FUNCTIONS[scheme], operands, k_pe, nope, weight.shape[0], out_dtype)

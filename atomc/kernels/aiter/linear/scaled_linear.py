@@ -9,10 +9,11 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import (
     Function,
+    dense_rows,
     foreign_fp8,
     gapped,
     no_mxfp4,
-    rows,
+    product_of_rows,
     scattered,
     unfit,
 )
@@ -26,6 +27,7 @@ from atomc.kernels.aiter.linear.packing import (
     untiled,
 )
 from atomc.kernels.checks import uneven, unsupported, wrong_result
+from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -60,11 +62,7 @@ def _refuse_fp8_tensor(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Refusal | None:
-    if (
-        reason := unfit(platform, gemm_a16w16)
-        or foreign_fp8(platform, weight.dtype)
-        or foreign_fp8(platform, x.dtype)
-    ):
+    if reason := unfit(platform, gemm_a16w16) or foreign_fp8(platform, weight.dtype, x.dtype):
         return reason
     if x_scale.dim() != 1 or weight_scale.dim() != 1:
         return Refusal("argument", "AITER's tuned products take one scale a tensor")
@@ -84,9 +82,9 @@ def scaled_linear_fp8(
     if not x.numel():
         return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
     out: Tensor = gemm_a16w16(
-        rows(x), weight, otype=out_dtype, scale_a=x_scale, scale_b=weight_scale
+        as_rows(x), weight, otype=out_dtype, scale_a=x_scale, scale_b=weight_scale
     )
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return with_lead(out, x)
 
 
 def _refuse_blocks(
@@ -99,9 +97,11 @@ def _refuse_blocks(
     out_dtype: torch.dtype,
     block: int,
 ) -> Refusal | None:
-    if reason := unfit(platform, gemm_a8w8_blockscale) or foreign_fp8(platform, weight.dtype):
-        return reason
-    if reason := foreign_fp8(platform, x.dtype) or unmultiplied(x, weight, bias, out_dtype):
+    if reason := (
+        unfit(platform, gemm_a8w8_blockscale)
+        or foreign_fp8(platform, weight.dtype, x.dtype)
+        or unmultiplied(x, weight, bias, out_dtype)
+    ):
         return reason
     if block != 128 or weight.shape[1] % 128:
         return Refusal(
@@ -124,12 +124,8 @@ def scaled_linear_fp8_block(
     out_dtype: torch.dtype,
     block: int = 128,
 ) -> Tensor:
-    if not x.numel():
-        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-    out: Tensor = gemm_a8w8_blockscale(
-        rows(x).contiguous(), weight, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype
-    )
-    return out.view(*x.shape[:-1], weight.shape[0])
+    x, x_scale = x.contiguous(), dense_rows(x_scale)
+    return product_of_rows(gemm_a8w8_blockscale, x, weight, x_scale, weight_scale, dtype=out_dtype)
 
 
 def _refuse_int8(
@@ -158,12 +154,8 @@ def scaled_linear_int8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if not x.numel():
-        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-    out: Tensor = gemm_a8w8(
-        rows(x).contiguous(), weight, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype
-    )
-    return out.view(*x.shape[:-1], weight.shape[0])
+    x, x_scale = x.contiguous(), dense_rows(x_scale)
+    return product_of_rows(gemm_a8w8, x, weight, x_scale, weight_scale, dtype=out_dtype)
 
 
 def not_mxfp4(x: Tensor, x_scale: Tensor | None) -> Refusal | None:
@@ -209,11 +201,11 @@ def linear_mxfp4(
         return x.new_empty((*x.shape[:-1], tiles.shape[0]), dtype=out_dtype)
     assert x_scale is not None
     out: Tensor = gemm_a4w4(
-        e2m1_view(rows(x).contiguous()),
+        e2m1_view(as_rows(x).contiguous()),
         e2m1_view(tiles),
-        e8m0_view(shuffled_scale(rows(x_scale))),
+        e8m0_view(shuffled_scale(as_rows(x_scale))),
         e8m0_view(scale_tiles),
         dtype=out_dtype,
         bpreshuffle=True,
     )
-    return out.view(*x.shape[:-1], tiles.shape[0])
+    return with_lead(out, x)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.library import foreign_fp8, gapped, rows, unfit
+from atomc.kernels.aiter.library import foreign_fp8, gapped, product_of_rows, unfit
 from atomc.kernels.aiter.linear.packing import relaid_weight, untiled
 from atomc.kernels.aiter.linear.scaled_linear import gemm_a8w8_blockscale_bpreshuffle, unmultiplied
 from atomc.ops.op import Refusal
@@ -31,8 +31,7 @@ def _refuse(
 ) -> Refusal | None:
     if reason := (
         unfit(platform, gemm_a8w8_blockscale_bpreshuffle)
-        or foreign_fp8(platform, weight.dtype)
-        or foreign_fp8(platform, x.dtype)
+        or foreign_fp8(platform, weight.dtype, x.dtype)
         or unmultiplied(x, weight, bias, out_dtype)
         or untiled(weight)
         or gapped(weight_scale=weight_scale)
@@ -64,9 +63,11 @@ def scaled_linear_fp8_block(
     block: int = 128,
 ) -> Tensor:
     [tiles] = weight
-    if not x.numel():
-        return x.new_empty((*x.shape[:-1], tiles.shape[0]), dtype=out_dtype)
-    out: Tensor = gemm_a8w8_blockscale_bpreshuffle(
-        rows(x).contiguous(), tiles, x_scale, weight_scale, dtype=out_dtype
+    return product_of_rows(
+        gemm_a8w8_blockscale_bpreshuffle,
+        x.contiguous(),
+        tiles,
+        x_scale,
+        weight_scale,
+        dtype=out_dtype,
     )
-    return out.view(*x.shape[:-1], tiles.shape[0])

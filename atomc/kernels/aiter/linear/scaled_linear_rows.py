@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import foreign_fp8, gapped, rows, unfit
+from atomc.kernels.aiter.library import dense_rows, foreign_fp8, gapped, product_of_rows, unfit
 from atomc.kernels.aiter.linear.packing import relaid_weight, untiled
 from atomc.kernels.aiter.linear.scaled_linear import gemm_a8w8_bpreshuffle, unmultiplied
 from atomc.ops.op import Refusal
@@ -65,9 +65,5 @@ def scaled_linear_fp8(
     out_dtype: torch.dtype,
 ) -> Tensor:
     [tiles] = weight
-    if not x.numel():
-        return x.new_empty((*x.shape[:-1], tiles.shape[0]), dtype=out_dtype)
-    out: Tensor = gemm_a8w8_bpreshuffle(
-        rows(x).contiguous(), tiles, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype
-    )
-    return out.view(*x.shape[:-1], tiles.shape[0])
+    x, x_scale = x.contiguous(), dense_rows(x_scale)
+    return product_of_rows(gemm_a8w8_bpreshuffle, x, tiles, x_scale, weight_scale, dtype=out_dtype)

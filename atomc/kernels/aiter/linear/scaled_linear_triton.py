@@ -4,9 +4,18 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, scattered, unfit
+from atomc.kernels.aiter.library import (
+    Function,
+    dense_rows,
+    foreign_fp8,
+    no_mxfp4,
+    product_of_rows,
+    scattered,
+    unfit,
+)
 from atomc.kernels.aiter.linear.scaled_linear import not_mxfp4
 from atomc.kernels.checks import unsupported, wrong_result
+from atomc.kernels.row_views import as_rows
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -53,8 +62,7 @@ def _refuse_fp8(
 ) -> Refusal | None:
     return (
         unfit(platform, triton_gemm_a8w8)
-        or foreign_fp8(platform, weight.dtype)
-        or foreign_fp8(platform, x.dtype)
+        or foreign_fp8(platform, weight.dtype, x.dtype)
         or _other_scales(x_scale, weight_scale)
         or _unmultiplied(x, weight, out_dtype)
     )
@@ -68,13 +76,8 @@ def _multiplied(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if not x.numel():
-        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-    scale = rows(x_scale).contiguous()
-    out: Tensor = triton_gemm_a8w8(
-        rows(x), weight, scale, weight_scale.contiguous(), bias=bias, dtype=out_dtype
-    )
-    return out.view(*x.shape[:-1], weight.shape[0])
+    scales = dense_rows(x_scale), weight_scale.contiguous()
+    return product_of_rows(triton_gemm_a8w8, x, weight, *scales, dtype=out_dtype, bias=bias)
 
 
 @ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse_fp8)
@@ -144,12 +147,9 @@ def scaled_linear_fp8_block(
     out_dtype: torch.dtype,
     block: int = 128,
 ) -> Tensor:
-    if not x.numel():
-        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-    out: Tensor = triton_gemm_a8w8_blockscale(
-        rows(x), weight, rows(x_scale), weight_scale, dtype=out_dtype
+    return product_of_rows(
+        triton_gemm_a8w8_blockscale, x, weight, as_rows(x_scale), weight_scale, dtype=out_dtype
     )
-    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _refuse_mxfp4(
@@ -187,10 +187,7 @@ def linear_mxfp4(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if not x.numel():
-        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
     assert x_scale is not None
-    out: Tensor = triton_gemm_afp4wfp4(
-        rows(x), weight, rows(x_scale), weight_scale, dtype=out_dtype
+    return product_of_rows(
+        triton_gemm_afp4wfp4, x, weight, as_rows(x_scale), weight_scale, dtype=out_dtype
     )
-    return out.view(*x.shape[:-1], weight.shape[0])

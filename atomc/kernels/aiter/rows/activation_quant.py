@@ -19,6 +19,7 @@ from atomc.kernels.aiter.library import (
 )
 from atomc.kernels.aiter.rows.activation import apart
 from atomc.kernels.checks import odd_group, too_wide, uneven, unlike
+from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -97,7 +98,6 @@ def silu_and_mul_quant(
             rounding=rounding,
         )
     packed = side_by_side(gate, up)
-    lead = gate.shape[:-1]
     if scheme == "fp8_static":
         codes = fused_silu_mul_fp8_per_tensor_static_quant(
             packed, scale, dtype_quant=dtype, silu_convert_to_inp_type=True
@@ -107,4 +107,4 @@ def silu_and_mul_quant(
         codes, scales = act_mul_and_fp8_group_quant(packed, "silu", group, dtype_quant=dtype)
     else:
         (codes, scales), _ = fused_reduce_act_mul_and_mxfp4_quant(packed, "silu", shuffle=False)
-    return codes.view(*lead, codes.shape[-1]), scales.view(*lead, scales.shape[-1])
+    return with_lead(codes, gate), with_lead(scales, gate)

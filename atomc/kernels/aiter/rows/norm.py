@@ -24,7 +24,7 @@ STORED_COLUMNS = 2
 
 
 def refuse_rms_norm(
-    platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str
+    platform: Platform, x: Tensor, weight: Tensor, style: str, **_: object
 ) -> Refusal | None:
     if reason := unfit(platform, rmsnorm if style == "one_plus" else rmsnorm2d_fwd):
         return reason
@@ -47,7 +47,7 @@ def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None
         unlike(HALVES, x=x, residual=residual, **parameters)
         or scattered(x=x, residual=residual)
         or too_wide(x.shape[-1], MAX_COLUMNS)
-        or (wrong_rank((x.dim(),), residual=residual) if residual is not None else None)
+        or wrong_rank((x.dim(),), residual=residual)
     )
 
 
@@ -76,29 +76,25 @@ def add_rms_norm(
     return out.view(x.shape), total.view(x.shape)
 
 
-def _refuse_layer_norm(
-    platform: Platform, x: Tensor, weight: Tensor | None, bias: Tensor | None, **_: object
-) -> Refusal | None:
-    return unfit(platform, layernorm2d_fwd) or _affine(x, None, weight, bias)
-
-
-def _refuse_add_layer_norm(
-    platform: Platform,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    **_: object,
-) -> Refusal | None:
-    return unfit(platform, layernorm2d_fwd_with_add) or _affine(x, residual, weight, bias)
-
-
-def _affine(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
-) -> Refusal | None:
+def without_affine(weight: Tensor | None, bias: Tensor | None) -> Refusal | None:
     if weight is None or bias is None:
         return Refusal("argument", "AITER's LayerNorm takes a weight and a bias")
-    return _rows(x, residual, weight=weight, bias=bias)
+    return None
+
+
+def _refuse_layer_norm(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    **_: object,
+) -> Refusal | None:
+    return (
+        unfit(platform, layernorm2d_fwd if residual is None else layernorm2d_fwd_with_add)
+        or without_affine(weight, bias)
+        or _rows(x, residual, weight=weight, bias=bias)
+    )
 
 
 @ops.layer_norm.kernel("aiter", refuses=_refuse_layer_norm)
@@ -109,7 +105,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return normed.view(x.shape)
 
 
-@ops.add_layer_norm.kernel("aiter", refuses=_refuse_add_layer_norm, rounds="once")
+@ops.add_layer_norm.kernel("aiter", refuses=_refuse_layer_norm, rounds="once")
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from atomc.kernels.aiter.library import (
 )
 from atomc.kernels.aiter.linear.packing import e2m1_view, e8m0_view
 from atomc.kernels.checks import too_wide, uneven, unlike
+from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -115,10 +116,6 @@ def _outputs(
     return codes, flat.new_empty(shape, dtype=torch.float32), size
 
 
-def _typed(codes: Tensor, scales: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
-    return (e2m1_view(codes), e8m0_view(scales)) if scheme == "mxfp4" else (codes, scales)
-
-
 def _quantized(
     x: Tensor,
     residual: Tensor | None,
@@ -134,7 +131,7 @@ def _quantized(
     flat, total = dense_rows(x), x
     codes, scales, size = _outputs(flat, scheme, dtype, group, column_major)
     by_column = column_major and scheme == "fp8_group"
-    outputs = _typed(codes, scales, scheme)
+    outputs = (e2m1_view(codes), e8m0_view(scales)) if scheme == "mxfp4" else (codes, scales)
     if by_column:
         scales = scales.t()
     how = {
@@ -157,12 +154,7 @@ def _quantized(
             )
     elif x.numel():
         rmsnorm_quant(outputs[0], flat, outputs[1], weight, eps, **how)
-    lead = x.shape[:-1]
-    return (
-        codes.view(*lead, codes.shape[-1]),
-        scales.view(*lead, scales.shape[-1]),
-        total.view(x.shape),
-    )
+    return with_lead(codes, x), with_lead(scales, x), total.view(x.shape)
 
 
 @ops.rms_norm_quant.kernel("aiter", refuses=_refuse, rounds="once")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, foreign_fp8, rounded_up, rows, unfit
+from atomc.kernels.aiter.library import Function, foreign_fp8, rounded_up, unfit
 from atomc.kernels.aiter.rows.norm_triton import unreadable
 from atomc.kernels.checks import odd_group, too_wide, uneven
+from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -73,14 +74,29 @@ def _quantized(
     weight: Tensor,
     eps: float,
     scale: Tensor | None,
+    style: str,
     scheme: str,
     dtype: torch.dtype,
     group: int,
     column_major: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Codes, scales, sum and norm, each in rows."""
-    flat, other = rows(x), None if residual is None else rows(residual)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales, the sum, which is x without a residual, and the norm."""
+    if not x.numel():
+        return ops.add_rms_norm_quant.reference(
+            x,
+            x if residual is None else residual,
+            weight,
+            eps,
+            scale,
+            style,
+            scheme=scheme,
+            dtype=dtype,
+            group=group,
+            column_major=column_major,
+            keep=keep,
+        )
+    flat, other = as_rows(x), None if residual is None else as_rows(residual)
     if scheme == "fp8_static":
         codes, norm, _, total = fused_rms_fp8_per_tensor_static_quant(
             flat,
@@ -111,18 +127,11 @@ def _quantized(
         (codes, scales), norm, _, total = fused_rms_mxfp4_quant(
             flat, weight, eps, res1=other, shuffle=False, output_unquantized_inp1=keep
         )
-    return codes, scales, total, norm if keep else x.new_empty(0)
-
-
-def _shaped(
-    x: Tensor, codes: Tensor, scales: Tensor, norm: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """These in the leading dimensions of x."""
-    lead = x.shape[:-1]
     return (
-        codes.view(*lead, codes.shape[-1]),
-        scales.view(*lead, scales.shape[-1]) if scales.dim() > 1 else scales,
-        norm.view(x.shape) if norm.dim() > 1 else norm,
+        with_lead(codes, x),
+        with_lead(scales, x) if scales.dim() > 1 else scales,
+        x if total is None else total.view(x.shape),
+        norm.view(x.shape) if keep else x.new_empty(0),
     )
 
 
@@ -141,24 +150,10 @@ def rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not x.numel():
-        return ops.rms_norm_quant.reference(
-            x,
-            weight,
-            eps,
-            scale,
-            style,
-            scheme=scheme,
-            dtype=dtype,
-            group=group,
-            column_major=column_major,
-            rounding=rounding,
-            keep=keep,
-        )
     codes, scales, _, norm = _quantized(
-        x, None, weight, eps, scale, scheme, dtype, group, column_major, keep
+        x, None, weight, eps, scale, style, scheme, dtype, group, column_major, keep
     )
-    return _shaped(x, codes, scales, norm)
+    return codes, scales, norm
 
 
 @ops.add_rms_norm_quant.kernel("aiter", refuses=_refuse, rounds="once")
@@ -177,24 +172,6 @@ def add_rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not x.numel():
-        return ops.add_rms_norm_quant.reference(
-            x,
-            residual,
-            weight,
-            eps,
-            scale,
-            style,
-            scheme=scheme,
-            dtype=dtype,
-            group=group,
-            column_major=column_major,
-            rounding=rounding,
-            keep=keep,
-        )
-    codes, scales, total, norm = _quantized(
-        x, residual, weight, eps, scale, scheme, dtype, group, column_major, keep
+    return _quantized(
+        x, residual, weight, eps, scale, style, scheme, dtype, group, column_major, keep
     )
-    assert total is not None
-    codes, scales, norm = _shaped(x, codes, scales, norm)
-    return codes, scales, total.view(x.shape), norm

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, rows, scattered, unfit
+from atomc.kernels.aiter.library import Function, dense_rows, scattered, unfit
+from atomc.kernels.aiter.rows.norm import without_affine
 from atomc.kernels.checks import too_wide, unlike, wrong_rank
+from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -38,7 +40,7 @@ def unreadable(
         unlike(FLOATS, x=x, residual=residual)
         or scattered(x=x, residual=residual)
         or too_wide(x.shape[-1], MAX_COLUMNS)
-        or (wrong_rank((x.dim(),), residual=residual) if residual is not None else None)
+        or wrong_rank((x.dim(),), residual=residual)
     ):
         return reason
     if style == "one_plus":
@@ -53,36 +55,36 @@ def unreadable(
 
 
 def _refuse_rms_norm(
-    platform: Platform, x: Tensor, weight: Tensor, style: str, **_: object
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    style: str,
+    residual: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
-    return unfit(platform, triton_rms_norm) or unreadable(x, None, weight, style)
+    function = triton_rms_norm if residual is None else fused_add_rmsnorm_pad
+    return unfit(platform, function) or unreadable(x, residual, weight, style)
 
 
 @ops.rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
     if not x.numel():
         return torch.empty_like(x)
-    normed: Tensor = triton_rms_norm(rows(x).contiguous(), weight, eps)
+    normed: Tensor = triton_rms_norm(dense_rows(x), weight, eps)
     return normed.view(x.shape)
 
 
-def _refuse_add_rms_norm(
-    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, style: str, **_: object
-) -> Refusal | None:
-    return unfit(platform, fused_add_rmsnorm_pad) or unreadable(x, residual, weight, style)
-
-
-@ops.add_rms_norm.kernel("aiter", refuses=_refuse_add_rms_norm, rounds="once")
+@ops.add_rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return torch.empty_like(x), torch.empty_like(x)
-    out, total = fused_add_rmsnorm_pad(rows(x), weight, eps, rows(residual))
+    out, total = fused_add_rmsnorm_pad(as_rows(x), weight, eps, as_rows(residual))
     return out.view(x.shape), total.view(x.shape)
 
 
-@ops.add_rms_norm_pad.kernel("aiter", refuses=_refuse_add_rms_norm, rounds="once")
+@ops.add_rms_norm_pad.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
 def add_rms_norm_pad(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
@@ -91,49 +93,39 @@ def add_rms_norm_pad(
         return x.new_empty((*x.shape[:-1], width)), torch.empty_like(x)
     # The next multiple of a number that is larger than the row is that number.
     out, total = fused_add_rmsnorm_pad(
-        rows(x), weight, eps, rows(residual), x_pad_to_multiple=width if columns else 0
+        as_rows(x), weight, eps, as_rows(residual), x_pad_to_multiple=width if columns else 0
     )
-    return out.view(*x.shape[:-1], width), total.view(x.shape)
+    return with_lead(out, x), total.view(x.shape)
 
 
 def _refuse_layer_norm(
-    platform: Platform, x: Tensor, weight: Tensor | None, bias: Tensor | None, **_: object
-) -> Refusal | None:
-    return unfit(platform, triton_layer_norm) or _affine(x, None, weight, bias)
-
-
-def _refuse_add_layer_norm(
     platform: Platform,
     x: Tensor,
-    residual: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None = None,
     **_: object,
 ) -> Refusal | None:
-    return unfit(platform, triton_layer_norm_with_add) or _affine(x, residual, weight, bias)
-
-
-def _affine(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
-) -> Refusal | None:
-    if weight is None or bias is None:
-        return Refusal("argument", "AITER's LayerNorm takes a weight and a bias")
-    return unreadable(x, residual)
+    return (
+        unfit(platform, triton_layer_norm if residual is None else triton_layer_norm_with_add)
+        or without_affine(weight, bias)
+        or unreadable(x, residual)
+    )
 
 
 @ops.layer_norm.kernel("aiter", refuses=_refuse_layer_norm)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if not x.numel():
         return torch.empty_like(x)
-    normed: Tensor = triton_layer_norm(rows(x).contiguous(), weight, bias, eps)
+    normed: Tensor = triton_layer_norm(dense_rows(x), weight, bias, eps)
     return normed.view(x.shape)
 
 
-@ops.add_layer_norm.kernel("aiter", refuses=_refuse_add_layer_norm, rounds="once")
+@ops.add_layer_norm.kernel("aiter", refuses=_refuse_layer_norm, rounds="once")
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    flat, other = rows(x).contiguous(), rows(residual).contiguous()
+    flat, other = dense_rows(x), dense_rows(residual)
     out, total = torch.empty_like(flat), torch.empty_like(flat)
     if x.numel():
         triton_layer_norm_with_add(out, flat, other, total, weight, bias, eps)

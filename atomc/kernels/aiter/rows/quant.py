@@ -10,6 +10,7 @@ from atomc import ops
 from atomc.kernels.aiter.library import Function, dense_rows, foreign_fp8, unfit
 from atomc.kernels.aiter.linear.packing import e2m1_view, e8m0_view
 from atomc.kernels.checks import uneven, unlike
+from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -33,9 +34,7 @@ def _rows_of_halves(x: Tensor) -> Refusal | None:
     return unlike(HALVES, x=x) or uneven(x.shape[-1], STORED_CODES)
 
 
-def refuse_static(
-    platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype
-) -> Refusal | None:
+def refuse_static(platform: Platform, x: Tensor, dtype: torch.dtype, **_: object) -> Refusal | None:
     return (
         unfit(platform, static_per_tensor_quant)
         or foreign_fp8(platform, dtype)
@@ -69,11 +68,11 @@ def quant_fp8_per_token(
     scales = flat.new_empty((flat.shape[0], 1), dtype=torch.float32)
     if x.numel():
         dynamic_per_token_scaled_quant(codes, flat, scales)
-    return codes.view(x.shape), scales.view(*x.shape[:-1], 1)
+    return codes.view(x.shape), with_lead(scales, x)
 
 
 def refuse_group(
-    platform: Platform, x: Tensor, group: int, column_major_scales: bool, dtype: torch.dtype
+    platform: Platform, x: Tensor, group: int, dtype: torch.dtype, **_: object
 ) -> Refusal | None:
     if (
         reason := unfit(platform, dynamic_per_token_scaled_quant)
@@ -106,7 +105,7 @@ def quant_fp8_group(
             codes, flat.view(-1, group), scales, shuffle_scale=column_major_scales
         )
     rows = scales.t() if column_major_scales else scales
-    return codes.view(x.shape), rows.view(*x.shape[:-1], groups)
+    return codes.view(x.shape), with_lead(rows, x)
 
 
 def refuse_mxfp4(platform: Platform, x: Tensor, rounding: str) -> Refusal | None:
@@ -132,4 +131,4 @@ def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
         dynamic_per_group_scaled_quant_fp4(
             e2m1_view(codes), flat, e8m0_view(scales), group_size=32, shuffle_scale=False
         )
-    return codes.view(*x.shape[:-1], codes.shape[-1]), scales.view(*x.shape[:-1], scales.shape[-1])
+    return with_lead(codes, x), with_lead(scales, x)

@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, foreign_fp8, rounded_up, rows, scattered, unfit
+from atomc.kernels.aiter.library import (
+    Function,
+    foreign_fp8,
+    rounded_up,
+    scattered,
+    unfit,
+)
 from atomc.kernels.checks import too_wide, uneven, unlike
+from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -61,10 +68,10 @@ def quant_fp8_group(
 ) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return ops.quant_fp8_group.reference(x, group, column_major_scales, dtype)
-    codes, scales = fused_flatten_fp8_group_quant(rows(x).unsqueeze(1), group, dtype_quant=dtype)
+    codes, scales = fused_flatten_fp8_group_quant(as_rows(x).unsqueeze(1), group, dtype_quant=dtype)
     if column_major_scales:
         scales = scales.t().contiguous().t()
-    return codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1])
+    return codes.view(x.shape), with_lead(scales, x)
 
 
 def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str) -> Refusal | None:
@@ -77,6 +84,5 @@ def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str) -> Refusal | Non
 def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     if not x.numel():
         return ops.quant_mxfp4.reference(x, rounding)
-    codes, scales = dynamic_mxfp4_quant(rows(x))
-    lead = x.shape[:-1]
-    return codes.view(*lead, codes.shape[-1]), scales.contiguous().view(*lead, scales.shape[-1])
+    codes, scales = dynamic_mxfp4_quant(as_rows(x))
+    return with_lead(codes, x), with_lead(scales.contiguous(), x)

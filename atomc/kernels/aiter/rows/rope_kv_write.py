@@ -9,7 +9,7 @@ from atomc import ops
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.rows.kv_write import coded, odd_blocks, odd_heads, unpaged
 from atomc.kernels.aiter.rows.rope import empty_rotated, moving, not_by_token, partly_rotated
-from atomc.kernels.checks import unlike
+from atomc.kernels.checks import first_refusal, unlike
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -34,6 +34,7 @@ def unrotatable_heads(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     rope_style: str,
+    **_: object,
 ) -> Refusal | None:
     """Why `written` does not serve these, whatever the layout of the caches."""
     return (
@@ -49,25 +50,14 @@ def unrotatable_heads(
 
 
 def _refuse(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    rope_style: str,
+    platform: Platform, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **_: object
 ) -> Refusal | None:
-    return unrotatable_heads(
-        platform, q, k, v, cos, sin, k_cache, v_cache, k_scale, v_scale, rope_style
-    ) or unpaged(k_cache, v_cache, slots)
+    return unpaged(k_cache, v_cache, slots)
 
 
-@ops.rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse)
+@ops.rope_kv_write.kernel(
+    "aiter", layout="paged", refuses=first_refusal(unrotatable_heads, _refuse)
+)
 def rope_kv_write(
     q: Tensor,
     k: Tensor,

@@ -16,15 +16,13 @@ from atomc.platform import Platform
 def refuse_moe_experts_ep(
     platform: Platform,
     x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
     w13: Tensor,
     w2: Tensor,
     **_: object,
 ) -> Refusal | None:
     if platform.is_cpu:
         return unlike((torch.bfloat16, torch.float32), x=x, w13=w13, w2=w2)
-    return refuse_moe_experts(platform, x, ids, weights, w13, w2)
+    return refuse_moe_experts(platform, x, w13, w2)
 
 
 @ops.moe_experts_ep.kernel("torch", refuses=refuse_moe_experts_ep, syncs=True)

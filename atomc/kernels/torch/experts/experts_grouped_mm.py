@@ -21,8 +21,6 @@ ALIGNED = 8  # elements of bf16 in the 16 bytes to which strides must be aligned
 def refuse_moe_experts(
     platform: Platform,
     x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
     w13: Tensor,
     w2: Tensor,
     **_: object,

@@ -87,9 +87,8 @@ def moe_experts_int8(
     def product(
         codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        rows = codes.to(torch.float32)
-        total = multiply(rows, len(weight), lambda a, b: weight[a:b].to(torch.float32))
-        return finish(total.mul_(weight_scale.flatten()), rows, scale, bias, out_dtype)
+        total = multiply(codes, len(weight), lambda a, b: weight[a:b].to(torch.float32))
+        return finish(total.mul_(weight_scale.flatten()), codes, scale, bias, out_dtype)
 
     def between(h: Tensor) -> tuple[Tensor, Tensor]:
         return quant_int8_per_token.reference(gated(h, activation, interleaved, alpha, limit))
@@ -125,7 +124,7 @@ def moe_experts_w4a16(
             part = None if zeros is None else zeros[a:b]
             return int4_weight(weight[a:b], scale[a:b], part, group)
 
-        total = multiply(rows.to(torch.float32), len(weight), values)
+        total = multiply(rows, len(weight), values)
         return finish(total, rows, None, bias, x.dtype)
 
     return one_by_one(
