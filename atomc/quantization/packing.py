@@ -44,18 +44,20 @@ def _zeros(scheme: Int4, zeros: Tensor, name: str) -> Tensors:
 # compressed-tensors
 
 
+def _packed(
+    scheme: Int4 | Mxfp4, out_features: int, in_features: int, dtype: torch.dtype
+) -> Shapes:
+    shapes = scheme.tensors(out_features, in_features, dtype)
+    return {"weight_packed": shapes["weight"], "weight_scale": shapes["weight_scale"]}
+
+
 def _compressed(scheme: Int4, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
-    groups = in_features // scheme.group
-    shapes: Shapes = {
-        "weight_packed": ((out_features, in_features // 8), torch.int32),
-        "weight_scale": ((out_features, groups), dtype),
-        "weight_shape": ((2,), torch.int64),
-    }
-    return shapes | (
-        {"weight_zero_point": ((-(-out_features // 8), groups), torch.int32)}
-        if scheme.zeros
-        else {}
-    )
+    shapes = _packed(scheme, out_features, in_features, dtype)
+    shapes["weight_shape"] = ((2,), torch.int64)
+    if scheme.zeros:
+        groups = in_features // scheme.group
+        shapes["weight_zero_point"] = ((-(-out_features // 8), groups), torch.int32)
+    return shapes
 
 
 def _convert_compressed(scheme: Int4, stored: Tensors) -> Tensors:
@@ -77,16 +79,11 @@ PACK_QUANTIZED = Format(
 )
 
 
-def _packed_mxfp4(scheme: Mxfp4, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
-    shapes = scheme.tensors(out_features, in_features, dtype)
-    return {"weight_packed": shapes["weight"], "weight_scale": shapes["weight_scale"]}
-
-
 def _convert_packed_mxfp4(scheme: Mxfp4, stored: Tensors) -> Tensors:
     return {"weight": stored["weight_packed"], "weight_scale": stored["weight_scale"]}
 
 
-MXFP4_PACK_QUANTIZED = Format("mxfp4-pack-quantized", _packed_mxfp4, _convert_packed_mxfp4)
+MXFP4_PACK_QUANTIZED = Format("mxfp4-pack-quantized", _packed, _convert_packed_mxfp4)
 
 
 # NVFP4: the scales of activations, input_global_scale and input_scale, are not used.

@@ -197,7 +197,7 @@ def test_what_is_refused_would_give_wrong_results(name: str) -> None:
 
 def test_experts_are_relaid_once() -> None:
     given = full(DRAW, **WHOLE)
-    for prepare, name in ((over_aiter.relaid_gate_up, "w13"), (over_aiter.relaid_down, "w2")):
+    for prepare, name in ((over_aiter.relaid_gate_up, "w13"), (over_aiter.relaid_weight, "w2")):
         made = prepare(given[name])
         assert made.tensors[0].shape == given[name].shape
         assert not torch.equal(made.tensors[0], given[name])

@@ -16,8 +16,8 @@ def bug(file: str, old: str, new: str, tests: str) -> Bug:
 BUGS = [
     bug(
         "rows/norm",
-        "rmsnorm2d_fwd(flat, weight, eps)",
-        "rmsnorm2d_fwd(flat, weight, 1.0)",
+        "normed_rows(rmsnorm2d_fwd, x, weight, eps)",
+        "normed_rows(rmsnorm2d_fwd, x, weight, 1.0)",
         values("norm.rms_norm"),
     ),
     bug(
@@ -28,26 +28,26 @@ BUGS = [
     ),
     bug(
         "rows/norm",
-        'weight, eps, gemma_norm=style == "one_plus")',
-        'weight, eps, gemma_norm=style != "one_plus")',
+        'gemma = style == "one_plus"',
+        'gemma = style != "one_plus"',
         values("norm.add_rms_norm"),
     ),
     bug(
         "rows/norm",
-        "rmsnorm2d_fwd_with_add(out, flat, other, total, weight, eps,",
-        "rmsnorm2d_fwd_with_add(out, flat, torch.zeros_like(flat), total, weight, eps,",
+        "function(out, flat, other, total,",
+        "function(out, flat, torch.zeros_like(flat), total,",
         values("norm.add_rms_norm"),
     ),
     bug(
         "rows/norm",
-        "layernorm2d_fwd_with_add(out, flat, other, total, weight, bias, eps)",
-        "layernorm2d_fwd_with_add(total, flat, other, out, weight, bias, eps)",
+        "return out.view(x.shape), total.view(x.shape)",
+        "return total.view(x.shape), out.view(x.shape)",
         values("norm.add_layer_norm"),
     ),
     bug(
         "rows/norm",
-        "layernorm2d_fwd(dense_rows(x), weight, bias, eps)",
-        "layernorm2d_fwd(dense_rows(x), bias, weight, eps)",
+        "normed_rows(layernorm2d_fwd, x, weight, bias, eps)",
+        "normed_rows(layernorm2d_fwd, x, bias, weight, eps)",
         values("norm.layer_norm"),
     ),
     bug(

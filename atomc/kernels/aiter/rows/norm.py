@@ -51,29 +51,45 @@ def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None
     )
 
 
-@ops.rms_norm.kernel("aiter", refuses=refuse_rms_norm, rounds="once")
-def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+def normed_rows(function: Function, x: Tensor, *parameters: Tensor | float | None) -> Tensor:
+    """function(rows of x, ...) in the shape of x."""
     if not x.numel():
         return torch.empty_like(x)
-    flat = dense_rows(x)
-    if style == "one_plus":
-        out = torch.empty_like(flat)
-        rmsnorm(out, flat, weight, eps, gemma_norm=True)
-        return out.view(x.shape)
-    normed: Tensor = rmsnorm2d_fwd(flat, weight, eps)
+    normed: Tensor = function(dense_rows(x), *parameters)
     return normed.view(x.shape)
+
+
+def normed_sum(
+    function: Function,
+    x: Tensor,
+    residual: Tensor,
+    *parameters: Tensor | float | None,
+    **how: bool,
+) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual and this sum, which a function of AITER's writes."""
+    flat, other = dense_rows(x), dense_rows(residual)
+    out, total = torch.empty_like(flat), torch.empty_like(flat)
+    if x.numel():
+        function(out, flat, other, total, *parameters, **how)
+    return out.view(x.shape), total.view(x.shape)
+
+
+@ops.rms_norm.kernel("aiter", refuses=refuse_rms_norm, rounds="once")
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+    if style != "one_plus" or not x.numel():
+        return normed_rows(rmsnorm2d_fwd, x, weight, eps)
+    flat = dense_rows(x)
+    out = torch.empty_like(flat)
+    rmsnorm(out, flat, weight, eps, gemma_norm=True)
+    return out.view(x.shape)
 
 
 @ops.add_rms_norm.kernel("aiter", refuses=_refuse_add_rms_norm, rounds="once")
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
-    flat, other = dense_rows(x), dense_rows(residual)
-    out, total = torch.empty_like(flat), torch.empty_like(flat)
-    if not x.numel():
-        return out.view(x.shape), total.view(x.shape)
-    rmsnorm2d_fwd_with_add(out, flat, other, total, weight, eps, gemma_norm=style == "one_plus")
-    return out.view(x.shape), total.view(x.shape)
+    gemma = style == "one_plus"
+    return normed_sum(rmsnorm2d_fwd_with_add, x, residual, weight, eps, gemma_norm=gemma)
 
 
 def without_affine(weight: Tensor | None, bias: Tensor | None) -> Refusal | None:
@@ -99,18 +115,11 @@ def _refuse_layer_norm(
 
 @ops.layer_norm.kernel("aiter", refuses=_refuse_layer_norm)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    if not x.numel():
-        return torch.empty_like(x)
-    normed: Tensor = layernorm2d_fwd(dense_rows(x), weight, bias, eps)
-    return normed.view(x.shape)
+    return normed_rows(layernorm2d_fwd, x, weight, bias, eps)
 
 
 @ops.add_layer_norm.kernel("aiter", refuses=_refuse_layer_norm, rounds="once")
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    flat, other = dense_rows(x), dense_rows(residual)
-    out, total = torch.empty_like(flat), torch.empty_like(flat)
-    if x.numel():
-        layernorm2d_fwd_with_add(out, flat, other, total, weight, bias, eps)
-    return out.view(x.shape), total.view(x.shape)
+    return normed_sum(layernorm2d_fwd_with_add, x, residual, weight, bias, eps)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, dense_rows, scattered, unfit
-from atomc.kernels.aiter.rows.norm import without_affine
+from atomc.kernels.aiter.library import Function, scattered, unfit
+from atomc.kernels.aiter.rows.norm import normed_rows, normed_sum, without_affine
 from atomc.kernels.checks import too_wide, unlike, wrong_rank
 from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import FLOATS
@@ -68,10 +68,7 @@ def _refuse_rms_norm(
 
 @ops.rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
-    if not x.numel():
-        return torch.empty_like(x)
-    normed: Tensor = triton_rms_norm(dense_rows(x), weight, eps)
-    return normed.view(x.shape)
+    return normed_rows(triton_rms_norm, x, weight, eps)
 
 
 @ops.add_rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
@@ -115,18 +112,11 @@ def _refuse_layer_norm(
 
 @ops.layer_norm.kernel("aiter", refuses=_refuse_layer_norm)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    if not x.numel():
-        return torch.empty_like(x)
-    normed: Tensor = triton_layer_norm(dense_rows(x), weight, bias, eps)
-    return normed.view(x.shape)
+    return normed_rows(triton_layer_norm, x, weight, bias, eps)
 
 
 @ops.add_layer_norm.kernel("aiter", refuses=_refuse_layer_norm, rounds="once")
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    flat, other = dense_rows(x), dense_rows(residual)
-    out, total = torch.empty_like(flat), torch.empty_like(flat)
-    if x.numel():
-        triton_layer_norm_with_add(out, flat, other, total, weight, bias, eps)
-    return out.view(x.shape), total.view(x.shape)
+    return normed_sum(triton_layer_norm_with_add, x, residual, weight, bias, eps)
