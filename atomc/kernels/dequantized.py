@@ -57,6 +57,15 @@ def mxfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
     )
 
 
+def mxfp4_operand(x: Tensor, scale: Tensor | None) -> Tensor:
+    """fp32 [n, K] of an x that MXFP4 weights multiply: codes of MXFP4 or of fp8 with their scales,
+    or floats without.
+    """
+    if scale is None:
+        return x.to(torch.float32)
+    return mxfp4_values(x, scale) if x.dtype == torch.uint8 else fp8_values(x) * scale
+
+
 def nvfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
     """fp32 [n, K] of codes [n, K/2] and e4m3 scales [n, K/16], without the global scale."""
     groups = grouped_columns(e2m1_pairs(packed), NVFP4_GROUP)

@@ -10,7 +10,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import not_a_cpu
 from atomc.kernels.cpu_linears import elsewhere, finish, scattered
-from atomc.kernels.dequantized import fp8_values, multiply, mxfp4_values, nvfp4_values
+from atomc.kernels.dequantized import multiply, mxfp4_operand, mxfp4_values, nvfp4_values
 from atomc.kernels.row_views import as_rows
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -31,14 +31,7 @@ def linear_mxfp4(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    rows = as_rows(x)
-    if x.dtype == torch.uint8:
-        assert x_scale is not None
-        values = mxfp4_values(rows, as_rows(x_scale))
-    else:
-        values = rows.to(torch.float32) if x.dtype.itemsize > 1 else fp8_values(rows)
-        if x_scale is not None:
-            values = values * x_scale.reshape(-1, 1)
+    values = mxfp4_operand(as_rows(x), None if x_scale is None else as_rows(x_scale))
     total = multiply(
         values, weight.shape[0], lambda a, b: mxfp4_values(weight[a:b], weight_scale[a:b])
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import refuse_gpus
 from atomc.kernels.cpu_linears import finish
-from atomc.kernels.dequantized import fp8_values, multiply, mxfp4_values
+from atomc.kernels.dequantized import multiply, mxfp4_operand, mxfp4_values
 from atomc.kernels.torch import scaled_linear_fp8 as fp8
 from atomc.kernels.torch.experts.experts import one_by_one
 from atomc.ops.experts import gated
@@ -157,12 +157,6 @@ def moe_experts_mxfp4(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    def values(codes: Tensor, scale: Tensor | None) -> Tensor:
-        if codes.dtype == torch.uint8:
-            assert scale is not None
-            return mxfp4_values(codes, scale)
-        return codes.to(torch.float32) if scale is None else fp8_values(codes) * scale
-
     def between(h: Tensor) -> tuple[Tensor, ...]:
         h = gated(h, activation, interleaved, alpha, limit)
         if x_scale is None:
@@ -172,7 +166,7 @@ def moe_experts_mxfp4(
             if x.dtype == torch.uint8
             else quant_fp8_per_token.reference(h, x.dtype)
         )
-        return (values(*coded),)
+        return (mxfp4_operand(*coded),)
 
     def product(rows: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
         total = multiply(
@@ -181,4 +175,4 @@ def moe_experts_mxfp4(
         return finish(total, rows, None, bias, out_dtype)
 
     up, down = (w13, w13_scale, b13), (w2, w2_scale, b2)
-    return one_by_one(ids, weights, (values(x, x_scale),), product, up, between, down)
+    return one_by_one(ids, weights, (mxfp4_operand(x, x_scale),), product, up, between, down)
