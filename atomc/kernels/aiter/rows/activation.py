@@ -12,8 +12,10 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 aiter_silu_and_mul = Function("silu_and_mul", "aiter")
-aiter_gelu_and_mul = Function("gelu_and_mul", "aiter")
-aiter_gelu_tanh_and_mul = Function("gelu_tanh_and_mul", "aiter")
+GELUS = {
+    "none": Function("gelu_and_mul", "aiter"),
+    "tanh": Function("gelu_tanh_and_mul", "aiter"),
+}
 
 
 def apart(gate: Tensor, up: Tensor) -> Refusal | None:
@@ -31,32 +33,31 @@ def _halves_of_rows(gate: Tensor, up: Tensor) -> Refusal | None:
     return unlike(HALVES, gate=gate, up=up) or apart(gate, up) or uneven(gate.shape[-1], 2)
 
 
+def _gated(function: Function, gate: Tensor, up: Tensor) -> Tensor:
+    packed = side_by_side(gate, up)
+    out = gate.new_empty((packed.shape[0], gate.shape[-1]))
+    if gate.numel():
+        function(out, packed)
+    return out.view(gate.shape)
+
+
 def _refuse_silu_and_mul(platform: Platform, gate: Tensor, up: Tensor) -> Refusal | None:
     return unfit(platform, aiter_silu_and_mul) or _halves_of_rows(gate, up)
 
 
 @ops.silu_and_mul.kernel("aiter", refuses=_refuse_silu_and_mul, rounds="once")
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
-    packed = side_by_side(gate, up)
-    out = gate.new_empty((packed.shape[0], gate.shape[-1]))
-    if gate.numel():
-        aiter_silu_and_mul(out, packed)
-    return out.view(gate.shape)
+    return _gated(aiter_silu_and_mul, gate, up)
 
 
 def _refuse_gelu_and_mul(
     platform: Platform, gate: Tensor, up: Tensor, approximate: str
 ) -> Refusal | None:
-    function = aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul
-    if reason := unknown(("none", "tanh"), approximate=approximate):
+    if reason := unknown(GELUS, approximate=approximate):
         return reason
-    return unfit(platform, function) or _halves_of_rows(gate, up)
+    return unfit(platform, GELUS[approximate]) or _halves_of_rows(gate, up)
 
 
 @ops.gelu_and_mul.kernel("aiter", refuses=_refuse_gelu_and_mul, rounds="once")
 def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-    packed = side_by_side(gate, up)
-    out = gate.new_empty((packed.shape[0], gate.shape[-1]))
-    if gate.numel():
-        (aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul)(out, packed)
-    return out.view(gate.shape)
+    return _gated(GELUS[approximate], gate, up)

@@ -24,18 +24,16 @@ STORED_COLUMNS = 2
 
 
 def refuse_rms_norm(
-    platform: Platform, x: Tensor, weight: Tensor, style: str, **_: object
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    style: str,
+    residual: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
-    if reason := unfit(platform, rmsnorm if style == "one_plus" else rmsnorm2d_fwd):
-        return reason
-    return _rows(x=x, weight=weight) or uneven(x.shape[-1], STORED_COLUMNS)
-
-
-def _refuse_add_rms_norm(
-    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, **_: object
-) -> Refusal | None:
+    function = rmsnorm if style == "one_plus" else rmsnorm2d_fwd
     return (
-        unfit(platform, rmsnorm2d_fwd_with_add)
+        unfit(platform, function if residual is None else rmsnorm2d_fwd_with_add)
         or _rows(x=x, residual=residual, weight=weight)
         or uneven(x.shape[-1], STORED_COLUMNS)
     )
@@ -84,7 +82,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
     return out.view(x.shape)
 
 
-@ops.add_rms_norm.kernel("aiter", refuses=_refuse_add_rms_norm, rounds="once")
+@ops.add_rms_norm.kernel("aiter", refuses=refuse_rms_norm, rounds="once")
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
