@@ -80,5 +80,4 @@ def attention(
     results = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q4, k4, v4, None, False, is_causal=causal, scale=scale
     )
-    out: Tensor = results[0]
-    return with_lead(out.transpose(1, 2).contiguous(), q)
+    return with_lead(results[0].transpose(1, 2).contiguous(), q)

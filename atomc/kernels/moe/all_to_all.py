@@ -12,7 +12,7 @@ from atomc.kernels.moe.collectives import Ranks
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.placement import placement
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
-from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce, rows_at
+from atomc.kernels.moe.weight_and_reduce import WeightAndReduce, rows_at
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ class AllToAll(PrepareFinalize):
     ) -> Tensor:
         record = dispatched.sent
         assert isinstance(record, _Rows)
-        reduction = weight_and_reduce.resolved(Contiguous())
-        sums = reduction.apply(results, dispatched.weights)
+        sums = super().finalize(dispatched, results, weight_and_reduce)
         back = self.ranks.all_to_all(sums, record.sent, record.received)()
         return rows_at(back, record.slots).sum(1, dtype=torch.float32).to(results.dtype)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.schemes import ALL_SCHEMES, ExpertsScheme
-from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
+from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce
 
 Receiver = Callable[[], Dispatched]
 
@@ -81,8 +81,10 @@ class PrepareFinalize(ABC):
         """prepare_no_receive, and waits."""
         return self.prepare_no_receive(x, x_scale, ids, weights, num_local_experts, scheme)()
 
-    @abstractmethod
     def finalize(
         self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
     ) -> Tensor:
-        """Results of the experts -> [T, H] of the tokens of this rank, in the dtype of results."""
+        """Results of the experts -> [T, H] of the tokens of this rank, in the dtype of results.
+        Here the sums of the rows that the experts received; parts that sent tokens bring them back.
+        """
+        return weight_and_reduce.resolved(Contiguous()).apply(results, dispatched.weights)

@@ -26,5 +26,4 @@ def _refuse(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None) 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not x.numel():
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
-    out: Tensor = gemm_a16w16(as_rows(x), weight, bias=bias)
-    return with_lead(out, x)
+    return with_lead(gemm_a16w16(as_rows(x), weight, bias=bias), x)

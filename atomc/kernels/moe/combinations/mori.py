@@ -16,7 +16,7 @@ from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.placement import placement
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
-from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce
+from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
@@ -102,8 +102,7 @@ class Mori(PrepareFinalize):
     ) -> Tensor:
         record = dispatched.sent
         assert isinstance(record, _Tokens)
-        reduction = weight_and_reduce.resolved(Contiguous())
-        sums = reduction.apply(results, dispatched.weights).contiguous()
+        sums = super().finalize(dispatched, results, weight_and_reduce).contiguous()
         added, _ = record.operator.combine(sums, None, record.ids)
         out: Tensor = added[: record.tokens].clone()  # of memory that the next call writes
         return out

@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from atomc.kernels.moe.collectives import Pending, Ranks
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
-from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce
+from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class Naive(PrepareFinalize):
         self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
     ) -> Tensor:
         assert isinstance(dispatched.sent, _Tokens)
-        reduction = weight_and_reduce.resolved(Contiguous())
-        added = reduction.apply(results, dispatched.weights)
+        added = super().finalize(dispatched, results, weight_and_reduce)
         return self.ranks.reduce_scatter(added)[: dispatched.sent.of_this_rank]
 
     def _most(self, ids: Tensor) -> int:

@@ -4,7 +4,6 @@ from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
-from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce
 
 
 class NoEP(PrepareFinalize):
@@ -23,9 +22,3 @@ class NoEP(PrepareFinalize):
     ) -> Receiver:
         dispatched = Dispatched(codes, scale, ids, weights)
         return lambda: dispatched
-
-    def finalize(
-        self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
-    ) -> Tensor:
-        reduction = weight_and_reduce.resolved(Contiguous())
-        return reduction.apply(results, dispatched.weights)
