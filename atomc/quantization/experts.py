@@ -58,7 +58,9 @@ class ExpertsMethod(Method):
 
 
 class QuantizedExperts(QuantizedLayer):
-    """A mixture of gated experts with quantized weights."""
+    """A mixture of gated experts with quantized weights: each [E, ...] of the scheme's tensors, but
+    the input scales are [1]. Parameters that the scheme lacks are not set.
+    """
 
     BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
@@ -85,6 +87,7 @@ class QuantizedExperts(QuantizedLayer):
 
     @property
     def codes_and_scales(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of gate_up_proj, and of down_proj."""
         return self.gate_up_proj, self.gate_up_proj_scale, self.down_proj, self.down_proj_scale
 
     @property

@@ -109,7 +109,9 @@ class QuantizedLayer(nn.Module):
 
 
 class QuantizedLinear(QuantizedLayer):
-    """y = x @ weight.T + bias with a quantized weight. x [..., K] -> [..., N]."""
+    """y = x @ weight.T + bias with a quantized weight. x [..., K] -> [..., N]. Parameters that its
+    scheme lacks are not set.
+    """
 
     BIASES = ("bias",)
 

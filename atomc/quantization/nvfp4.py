@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,12 +10,11 @@ from torch import Tensor
 from atomc import ops
 from atomc.ops.formats import AMAX_FLOOR, NVFP4_GROUP, e2m1_codes, grouped_columns, pack_e2m1
 from atomc.ops.scaled_linear import nvfp4_values
-from atomc.quantization.layer_weights import (
-    ExpertsWeights,
-    LinearWeights,
-    Shapes,
-    Tensors,
-)
+from atomc.quantization.layer_weights import Shapes, Tensors
+
+if TYPE_CHECKING:
+    from atomc.quantization.experts import QuantizedExperts
+    from atomc.quantization.linear import QuantizedLinear
 
 E4M3 = torch.float8_e4m3fn
 E2M1_MAX = 6.0
@@ -64,10 +63,10 @@ class Nvfp4:
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return nvfp4_values(tensors["weight"], tensors["weight_scale"], tensors["global_scale"])
 
-    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: "QuantizedLinear", x: Tensor) -> Tensor:
         return ops.linear_nvfp4(x, layer.weight, layer.weight_scale, layer.global_scale, layer.bias)
 
     def apply_experts(
-        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+        self, layer: "QuantizedExperts", x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         raise AssertionError("experts of NVFP4 are refused before they are created")

@@ -7,13 +7,13 @@ weight_scale   values are codes times scales
 input_scale    [1] fp32, of a static scheme
 zeros          [N, G] uint8, of asymmetric int4
 global_scale   [N, 1] fp32, of NVFP4: a factor of all scales
-N outputs, K inputs, G groups. Experts stack the tensors of two weights (ExpertsWeights): the
+N outputs, K inputs, G groups. Experts stack the tensors of two weights (QuantizedExperts): the
 activation between them is quantized like the input.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,13 +22,12 @@ from atomc import ops
 from atomc.ops.formats import AMAX_FLOOR, grouped_columns, pack_int4
 from atomc.ops.quant import rounded_fp8
 from atomc.ops.scaled_linear import fp8_block_values, int4_weight, mxfp4_values
-from atomc.quantization.layer_weights import (
-    ExpertsWeights,
-    LinearWeights,
-    Shapes,
-    Tensors,
-)
+from atomc.quantization.layer_weights import Shapes, Tensors
 from atomc.quantization.nvfp4 import Nvfp4
+
+if TYPE_CHECKING:
+    from atomc.quantization.experts import QuantizedExperts
+    from atomc.quantization.linear import QuantizedLinear
 
 E4M3 = torch.float8_e4m3fn
 
@@ -55,11 +54,11 @@ class Scheme(Protocol):
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The weight with these tensors of the scheme, fp32 [N, K]."""
 
-    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: "QuantizedLinear", x: Tensor) -> Tensor:
         """The linear layer, as ops that rewrites can fuse. x [..., K] -> [..., N], in x.dtype."""
 
     def apply_experts(
-        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+        self, layer: "QuantizedExperts", x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         """Experts, as such ops. x [T, H], ids and weights [T, k] -> [T, H] in x.dtype."""
 
@@ -118,7 +117,7 @@ class Fp8(EightBits):
             for weight in weights
         ]
 
-    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: "QuantizedLinear", x: Tensor) -> Tensor:
         if self.activation == "static":
             scale: Tensor = layer.input_scale
             q = ops.quant_fp8_static(x, scale, layer.weight.dtype)
@@ -129,7 +128,7 @@ class Fp8(EightBits):
         )
 
     def apply_experts(
-        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+        self, layer: "QuantizedExperts", x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         dtype, act_scale = layer.gate_up_proj.dtype, None
         if self.activation == "static":
@@ -185,7 +184,7 @@ class Fp8Block(EightBits):
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return fp8_block_values(tensors["weight"], tensors["weight_scale"], self.block)
 
-    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: "QuantizedLinear", x: Tensor) -> Tensor:
         q, scale = ops.quant_fp8_group(x, self.block, dtype=layer.weight.dtype)
         return ops.scaled_linear_fp8_block(
             q,
@@ -198,7 +197,7 @@ class Fp8Block(EightBits):
         )
 
     def apply_experts(
-        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+        self, layer: "QuantizedExperts", x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         q, scale = ops.quant_fp8_group(x, self.block, dtype=layer.gate_up_proj.dtype)
         return ops.moe_experts_fp8(
@@ -230,14 +229,14 @@ class Int8(EightBits):
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
         return _named(ops.quant_int8_per_token.reference(weight) for weight in weights)
 
-    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: "QuantizedLinear", x: Tensor) -> Tensor:
         q, scale = ops.quant_int8_per_token(x)
         return ops.scaled_linear_int8(
             q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype
         )
 
     def apply_experts(
-        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+        self, layer: "QuantizedExperts", x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         q, scale = ops.quant_int8_per_token(x)
         return ops.moe_experts_int8(
@@ -302,14 +301,14 @@ class Int4:
             tensors["weight"], tensors["weight_scale"], tensors.get("zeros"), self.group
         )
 
-    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: "QuantizedLinear", x: Tensor) -> Tensor:
         zeros = layer.zeros if self.zeros else None
         return ops.linear_w4a16(
             x, layer.weight, layer.weight_scale, zeros, layer.bias, group=self.group
         )
 
     def apply_experts(
-        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+        self, layer: "QuantizedExperts", x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         return ops.moe_experts_w4a16(
             x,
@@ -367,14 +366,14 @@ class Mxfp4:
             return ops.quant_fp8_per_token(x)
         return x, None
 
-    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: "QuantizedLinear", x: Tensor) -> Tensor:
         q, scale = self._quantized(x)
         return ops.linear_mxfp4(
             q, layer.weight, layer.weight_scale, scale, layer.bias, out_dtype=x.dtype
         )
 
     def apply_experts(
-        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+        self, layer: "QuantizedExperts", x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         q, scale = self._quantized(x)
         return ops.moe_experts_mxfp4(
