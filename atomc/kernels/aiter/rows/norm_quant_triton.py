@@ -97,16 +97,10 @@ def _quantized(
             keep=keep,
         )
     flat, other = as_rows(x), None if residual is None else as_rows(residual)
+    how = {"res1": other, "output_unquantized_inp1": keep}
     if scheme == "fp8_static":
         codes, norm, _, total = fused_rms_fp8_per_tensor_static_quant(
-            flat,
-            weight,
-            eps,
-            scale,
-            dtype_quant=dtype,
-            res1=other,
-            output_unquantized_inp1=keep,
-            rmsnorm_convert_to_inp1_type=True,
+            flat, weight, eps, scale, dtype_quant=dtype, rmsnorm_convert_to_inp1_type=True, **how
         )
         scales = x.new_empty(0, dtype=torch.float32)
     elif scheme == "fp8_group":
@@ -116,16 +110,15 @@ def _quantized(
             eps,
             group_size=group,
             dtype_quant=dtype,
-            res1=other,
-            output_unquantized_inp1=keep,
             transpose_scale=column_major,
+            **how,
         )
         if column_major:
             # It comes with the shape of rows over the bytes of columns.
             scales = scales.view(scales.shape[1], scales.shape[0]).t()
     else:
         (codes, scales), norm, _, total = fused_rms_mxfp4_quant(
-            flat, weight, eps, res1=other, shuffle=False, output_unquantized_inp1=keep
+            flat, weight, eps, shuffle=False, **how
         )
     return (
         with_lead(codes, x),
