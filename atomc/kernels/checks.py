@@ -64,18 +64,6 @@ def no_bf16_products(platform: Platform, dtype: torch.dtype) -> Refusal | None:
     return Refusal("hardware", f"{platform.name} does not multiply bfloat16")
 
 
-def first_refusal(*refusals: Callable[..., Refusal | None]) -> Callable[..., Refusal | None]:
-    """Refuses what one of these does, by the reason of the first; each takes the platform, and the
-    arguments that it reads by name.
-    """
-
-    def refuse_any(platform: Platform, **arguments: object) -> Refusal | None:
-        reasons = (refuse(platform, **arguments) for refuse in refusals)
-        return next((reason for reason in reasons if reason), None)
-
-    return refuse_any
-
-
 def unlike(dtypes: Collection[torch.dtype], **tensors: Tensor | None) -> Refusal | None:
     """Refuse tensors that do not all have the same dtype, one of these."""
     given = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
