@@ -130,11 +130,36 @@ def test_a_graph_that_goes_to_inductor_keeps_no_contract():
         torch.compile(model, backend="atom", options={"expect": KEPT})(IDS, use_cache=False)
 
 
-def test_a_graph_without_layers_promises_nothing():
-    report = atomc.explain(
-        lambda x: x + 1, torch.zeros(3), options={"strict": True, "expect": KEPT}
-    )
-    assert report.treated
+def gated(x):
+    return torch.nn.functional.silu(x[:, :8]) * x[:, 8:]
+
+
+def test_a_graph_without_layers_is_held_to_it_too():
+    x = torch.randn(4, 16)
+    report = explain_call(gated, x, expect={"silu_and_mul": 1, "rope": "2*layers"})
+    assert report.treated and report.num_layers == 0
+    for count in (2, "layers + 2", "layers"):
+        with pytest.raises(atomc.ContractError, match="silu_and_mul fired 1 times in no layers"):
+            explain_call(gated, x, expect={"silu_and_mul": count})
+    with pytest.raises(atomc.OptionsError, match="no rewrite 'silu_and_mull'"):
+        explain_call(gated, x, expect={"silu_and_mull": 0})
+
+
+def explain_call(function, *inputs, **options):
+    return atomc.explain(function, *inputs, options={"strict": True, "glue": "eager", **options})
+
+
+def test_a_part_between_graph_breaks_promises_nothing_without_layers():
+    def broken(x):
+        y = gated(x)
+        torch._dynamo.graph_break()
+        return y + 1
+
+    options = {"strict": True, "glue": "eager", "expect": {"silu_and_mul": 2}}
+    x = torch.randn(4, 16)
+    with torch.inference_mode():
+        got = torch.compile(broken, backend="atom", options=options)(x)
+    torch.testing.assert_close(got, gated(x) + 1)
 
 
 @pytest.mark.parametrize(
