@@ -12,6 +12,7 @@ from atomc.files.json_file import read_config, read_json
 from atomc.files.json_types import JSONLike
 from atomc.loading.limits import MAX_TENSORS, Stored, check_headers, check_sizes
 from atomc.loading.load_plan import FLOATS, first_names
+from atomc.quantization.config import QuantizationConfig
 
 INDEX = "model.safetensors.index.json"
 MAX_LENGTH = 255  # of a file name on most systems
@@ -22,12 +23,14 @@ class Checkpoint(NamedTuple):
 
     stored  its tensors by name; None: they are not read, and the model has random weights
     dtype   of the weights in the model
+    quantization  of its layers, as stored or during loading; None: none are atomc's
     """
 
     path: Path
     config: Mapping[str, JSONLike]
     stored: dict[str, Stored] | None
     dtype: torch.dtype
+    quantization: QuantizationConfig | None
 
 
 def load_config(path: str | Path) -> Mapping[str, JSONLike]:

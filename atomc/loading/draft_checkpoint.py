@@ -4,13 +4,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from atomc.files.json_types import JSONLike
-from atomc.loading.limits import Stored
+from atomc.loading.checkpoint_files import Checkpoint
 from atomc.loading.load_plan import FLOATS
 from atomc.models import architectures_of, model_class
 from atomc.models.config import count
 from atomc.models.mtp import WithDraftLayer
 from atomc.quantization.apply import Methods
-from atomc.quantization.config import QuantizationConfig
 
 
 def check_draft_layers(
@@ -54,24 +53,16 @@ def check_draft_layers(
         )
 
 
-def draft_prefix(hf: Mapping[str, JSONLike]) -> str:
-    """What the names of the first draft layer's tensors begin with; the checkpoint has one."""
-    cls = model_class(architectures_of(hf))
-    assert cls is not None and issubclass(cls, WithDraftLayer), "check_draft_layers passed"
-    return cls.stored_draft(hf).prefix
-
-
-def methods_as_stored(
-    methods: Methods,
-    quant_config: QuantizationConfig | None,
-    stored: Mapping[str, Stored],
-    prefix: str,
-) -> Methods:
+def methods_as_stored(methods: Methods, checkpoint: Checkpoint) -> Methods:
     """The methods without the parts of the draft layer that a quantized checkpoint stores in
     floating point: it may leave the layer, or its eh_proj, unquantized and not say so.
     """
-    if quant_config is None or quant_config.online:
+    stored, quantization = checkpoint.stored or {}, checkpoint.quantization
+    if quantization is None or quantization.online:
         return methods
+    cls = model_class(architectures_of(checkpoint.config))
+    assert cls is not None and issubclass(cls, WithDraftLayer), "check_draft_layers passed"
+    prefix = cls.stored_draft(checkpoint.config).prefix
 
     def is_float(name: str) -> bool:
         names = (f"{name}.weight", f"{name}.0.gate_proj.weight", f"{name}.gate_up_proj")

@@ -1,11 +1,12 @@
 """Gives a model on meta random weights, for load_format "dummy"."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from atomc.loading.limits import check_memory
+from atomc.parallel.division import Division
 from atomc.parallel.sharding import Sharding, cut_parameters
 from atomc.parallel.stages import OwnNames
 from atomc.quantization import apply
@@ -18,17 +19,15 @@ def load_dummy(
     model: nn.Module,
     methods: Methods,
     device: torch.device | str,
-    divide: Callable[..., Sharding] | None,
+    division: Division,
     stage_names: OwnNames,
 ) -> None:
     """Give a model on meta random weights, quantized by these methods: those of one input, or the
     experts of a layer, before the next are made. A rank then keeps its parts of them.
 
-    divide  given the model and the names of layers to quantize, divides it; None: it is not divided
-
     Raises ValueError if the weights of this rank exceed the free memory.
     """
-    sharding = None if divide is None else divide(model, quantized=methods.linears)
+    sharding = division.shard(model, methods.linears)
     ranks = 1 if sharding is None else sharding.place.size
     wanted = stored_bytes(model, methods) + unquantized_bytes(model, methods)
     check_memory(wanted // ranks, type(model).__name__, device)

@@ -4,8 +4,8 @@ All checks use the headers of the files and run before the first weight is read.
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from atomc.loading.checkpoint_files import (
     stored_tensors,
 )
 from atomc.loading.create_model import create_model
-from atomc.loading.draft_checkpoint import check_draft_layers, draft_prefix, methods_as_stored
+from atomc.loading.draft_checkpoint import check_draft_layers, methods_as_stored
 from atomc.loading.dummy_weights import load_dummy
 from atomc.loading.execute_plan import execute
 from atomc.loading.limits import Stored, check_layers
@@ -35,11 +35,11 @@ from atomc.loading.stock_checkpoint import (
     load_stock_and_cut,
 )
 from atomc.models import REGISTRY, architectures_of, model_class
-from atomc.parallel import sizes
+from atomc.parallel.division import WHOLE, Division
 from atomc.parallel.expert_placement import Placement
-from atomc.parallel.process_group import PipelineStage, TensorParallel
+from atomc.parallel.process_group import ALONE, TensorParallel
 from atomc.parallel.sharding import Sharding
-from atomc.parallel.stages import ALL_NAMES, OwnNames, cut_stage
+from atomc.parallel.stages import OwnNames
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
 from atomc.quantization.config import (
@@ -66,11 +66,7 @@ def load(
     draft_layer: bool = False,
     mmap: bool = True,
     progress: bool = True,
-    tp: TensorParallel | None = None,
-    ep: bool = False,
-    stage: PipelineStage | None = None,
-    experts: TensorParallel | None = None,
-    expert_placement: Placement | None = None,
+    division: Division = WHOLE,
 ) -> nn.Module:
     """The model in directory `path`, ready for inference: eval mode, no gradients.
 
@@ -83,87 +79,55 @@ def load(
     draft_layer   load the first draft layer too (atomc.models.mtp)
     mmap          weights are views of the mapped files if dtype and device allow it; False: files
                   are read into memory, which is faster from a network disk
-    tp            divide the model over the processes of a group: this one reads its parts of the
-                  weights (atomc.parallelize)
-    ep            experts by expert, not each by its width
-    stage         only the layers of this stage of a pipeline (atomc.parallel.stages)
-    experts       divide only the experts, over the processes of a group that each have tokens of
-                  their own; instead of tp
-    expert_placement  which rank has which expert, with ep or experts; layers that it does not have
-                  are divided into equal ranges of experts
+    division      this process reads its part of the weights (atomc.parallelize)
 
     Raises FileNotFoundError or ValueError for a missing, damaged or inconsistent file, and
     ValueError for a model without draft layers if one is wanted, one that does not divide, and a
     placement of experts that it does not have.
     """
-    path = Path(path)
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {load_format!r} is not one of {LOAD_FORMATS}")
     config = load_config(path)
-    divide = _division(config, tp, experts, ep=ep)
+    division.check(config)
+    dummy = load_format == "dummy"
+    checkpoint = _opened(Path(path), config, dtype, quantization, dummy=dummy, draft=draft_layer)
     architectures = architectures_of(config)
-    checkpoint = _opened(path, config, dtype, dummy=load_format == "dummy", draft_layer=draft_layer)
-    stored, dtype = checkpoint.stored, checkpoint.dtype
-    is_whole = divide is None and stage is None
-
     if model_class(architectures) is not None:
-        quant_config = decide(quantization, path, config)
-        model = create_model(config, dtype, "meta", draft_layer=draft_layer)
+        model = create_model(config, checkpoint.dtype, "meta", draft_layer=draft_layer)
     else:
         cls = adapter.hf_class(architectures, sorted(REGISTRY))
-        quant_config = decide_for_stock(quantization, path, config)
-        check_stock_size(cls, checkpoint, quant_config, device)
-        if quant_config is None and is_whole:
+        check_stock_size(cls, checkpoint, device)
+        if checkpoint.quantization is None and division.place == ALONE:
             return ready(load_stock(cls, checkpoint, device))
-        model = build_stock_on_meta(cls, checkpoint, quant_config)
-    stage_names = ALL_NAMES if stage is None else cut_stage(model, stage)
-    if divide is not None and expert_placement:
-        divide = partial(divide, placement=stage_names.select(expert_placement))
-    methods = _quantized_layers(model, quant_config, path)
-
-    if stored is None:
-        load_dummy(model, methods, device, divide, stage_names)
+        model = build_stock_on_meta(cls, checkpoint)
+    stage_names = division.cut_stage(model)
+    division = replace(division, placement=stage_names.select(division.placement))
+    methods = _quantized_layers(model, checkpoint)
+    if checkpoint.stored is None:
+        load_dummy(model, methods, device, division, stage_names)
         return ready(model)
     if draft_layer:
-        methods = methods_as_stored(methods, quant_config, stored, draft_prefix(config))
+        methods = methods_as_stored(methods, checkpoint)
     try:
-        plan = _plan(model, stored, quant_config, methods, path, dtype, stage_names)
+        plan = _plan(model, checkpoint, methods, stage_names)
     except ValueError as error:
-        if is_whole or quant_config is not None or not isinstance(model, adapter.StockModel):
+        is_stock = isinstance(model, adapter.StockModel)
+        if division.place == ALONE or checkpoint.quantization is not None or not is_stock:
             raise
         log.warning("each rank reads all weights through transformers: %s", error)
-        hf_class = type(model.hf_model)
-        return ready(load_stock_and_cut(hf_class, checkpoint, device, divide, stage))
-    _execute(plan, model, methods, divide, device, mmap, progress)
+        return ready(load_stock_and_cut(type(model.hf_model), checkpoint, device, division))
+    _execute(plan, model, methods, division, device, mmap, progress)
     return ready(model)
-
-
-def _division(
-    config: Mapping[str, JSONLike],
-    tp: TensorParallel | None,
-    experts: TensorParallel | None,
-    *,
-    ep: bool,
-) -> Callable[..., Sharding] | None:
-    """What divides a model over processes, given it and the names of layers to quantize; None: it
-    is not divided. Raises ValueError for sizes that do not divide.
-    """
-    if experts is not None:
-        sizes.check_experts(config, experts.size)
-        return partial(Sharding.of_experts, place=experts)
-    if tp is not None and tp.size > 1:
-        sizes.check(config, tp.size, ep=ep)
-        return partial(Sharding.of, place=tp, ep=ep)
-    return None
 
 
 def _opened(
     path: Path,
     config: Mapping[str, JSONLike],
     dtype: torch.dtype | None,
+    quantization: Request,
     *,
     dummy: bool,
-    draft_layer: bool,
+    draft: bool,
 ) -> Checkpoint:
     """The checkpoint in `path`. Raises ValueError if its tensors are not of this config, or if it
     has no draft layer and should have one.
@@ -171,29 +135,30 @@ def _opened(
     stored = None if dummy else stored_tensors(path)
     if stored is not None:
         check_layers(config, len(stored))
-    if draft_layer:
+    if draft:
         check_draft_layers(config, stored, path)
     dtype = dtype or config_dtype(config) or stored_dtype(stored or {})
-    return Checkpoint(path, config, stored, dtype)
+    is_stock = model_class(architectures_of(config)) is None
+    quantized_by = (decide_for_stock if is_stock else decide)(quantization, path, config)
+    return Checkpoint(path, config, stored, dtype, quantized_by)
 
 
 def _execute(
     plan: LoadPlan,
     model: nn.Module,
     methods: Methods,
-    divide: Callable[..., Sharding] | None,
+    division: Division,
     device: torch.device | str,
     mmap: bool,
     progress: bool,
 ) -> None:
     """Read the weights of a model on meta; divide it before, and read this rank's part of them."""
-    if divide is None:
-        return execute(plan, model, methods, device, mmap, progress)
-    sharding = divide(model, quantized=methods.linears)
-    plan = part_of_plan(plan, model, sharding.cut())
-    check_parts(model, methods)
+    if (sharding := division.shard(model, methods.linears)) is not None:
+        plan = part_of_plan(plan, model, sharding.cut())
+        check_parts(model, methods)
     execute(plan, model, methods, device, mmap, progress)
-    sharding.connect()
+    if sharding is not None:
+        sharding.connect()
 
 
 def check_expert_placement(
@@ -228,32 +193,26 @@ def _prefix(model: nn.Module) -> str:
     return adapter.PREFIX if isinstance(model, adapter.StockModel) else ""
 
 
-def _quantized_layers(
-    model: nn.Module, quant_config: QuantizationConfig | None, path: Path
-) -> Methods:
+def _quantized_layers(model: nn.Module, checkpoint: Checkpoint) -> Methods:
     """The layers to quantize. A quantized cache sets the dtype of the state handles."""
+    quant_config = checkpoint.quantization
     if quant_config is None:
         return Methods()
     for note in quant_config.notes:
-        log.warning("%s: %s", path, note)
+        log.warning("%s: %s", checkpoint.path, note)
     if quant_config.kv_cache_dtype == "fp8":
         mark_fp8_state(model)
     return apply.methods_of(model, quant_config, _prefix(model))
 
 
 def _plan(
-    model: nn.Module,
-    stored: dict[str, Stored],
-    quant_config: QuantizationConfig | None,
-    methods: Methods,
-    path: Path,
-    dtype: torch.dtype,
-    stage_names: OwnNames,
+    model: nn.Module, checkpoint: Checkpoint, methods: Methods, stage_names: OwnNames
 ) -> LoadPlan:
-    """The plan for these tensors of a checkpoint, whose names in the model are its own. Logs the
-    names that are not part of the model.
+    """The plan for the tensors of a checkpoint that are of this stage. Logs the names that are not
+    part of the model.
     """
-    stored = stage_names.select(_model_names(model, stored, quant_config))
+    path, _, all_stored, dtype, quant_config = checkpoint
+    stored = stage_names.select(_model_names(model, all_stored or {}, quant_config))
     online = quant_config is not None and quant_config.online
     if not online:
         try:

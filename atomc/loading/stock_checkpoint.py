@@ -1,7 +1,7 @@
 """What a load does for transformers classes only: checks, and weights that transformers reads."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,7 @@ from torch import nn
 from atomc.files.json_types import JSONLike
 from atomc.loading.checkpoint_files import Checkpoint
 from atomc.loading.limits import check_buffers, check_memory, check_stored
-from atomc.parallel.process_group import PipelineStage
-from atomc.parallel.sharding import Sharding
-from atomc.parallel.stages import cut_stage
+from atomc.parallel.division import Division
 from atomc.quantization import checkpoints
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
 from atomc.stock import adapter
@@ -42,18 +40,15 @@ def decide_for_stock(
 
 
 def check_stock_size(
-    cls: "type[PreTrainedModel]",
-    checkpoint: Checkpoint,
-    quant_config: QuantizationConfig | None,
-    device: torch.device | str,
+    cls: "type[PreTrainedModel]", checkpoint: Checkpoint, device: torch.device | str
 ) -> None:
     """Raise ValueError if a transformers model has more parameters than its checkpoint, too large
     tables, or if its random weights exceed the free memory.
     """
-    path, config, stored, dtype = checkpoint
+    path, config, stored, dtype, quantization = checkpoint
     model = adapter.empty_model(cls, config, dtype)
     check_buffers(model, cls.__name__)
-    if stored is None and quant_config is not None:
+    if stored is None and quantization is not None:
         return  # load_dummy counts the bytes of quantized weights
     if stored is None:
         wanted = sum(weight.nbytes for weight in model.parameters())
@@ -63,12 +58,10 @@ def check_stock_size(
         check_stored(model, cls.__name__, stored, quantized=quantized)
 
 
-def build_stock_on_meta(
-    cls: "type[PreTrainedModel]", checkpoint: Checkpoint, quant_config: QuantizationConfig | None
-) -> adapter.StockModel:
+def build_stock_on_meta(cls: "type[PreTrainedModel]", checkpoint: Checkpoint) -> adapter.StockModel:
     """A transformers model with the checkpoint's weights, or with random ones."""
-    path, config, _, dtype = checkpoint
-    if quant_config is None and stored_config(path, config) is not None:
+    path, config, _, dtype, quantization = checkpoint
+    if quantization is None and stored_config(path, config) is not None:
         raise ValueError(f"{path}: weights that transformers quantized do not divide over ranks")
     return adapter.build_on_meta(cls, config, dtype)
 
@@ -79,7 +72,7 @@ def load_stock(
     """A transformers model with the weights of the checkpoint, loaded by transformers, or with
     random weights.
     """
-    path, config, stored, dtype = checkpoint
+    path, config, stored, dtype, _ = checkpoint
     if stored is not None:
         return adapter.load(cls, path, dtype, device)
     model = adapter.build(cls, config, dtype, device)
@@ -91,15 +84,12 @@ def load_stock_and_cut(
     cls: "type[PreTrainedModel]",
     checkpoint: Checkpoint,
     device: torch.device | str,
-    divide: Callable[[nn.Module], Sharding] | None,
-    stage: PipelineStage | None,
+    division: Division,
 ) -> nn.Module:
     """This rank's part of a transformers model, all of which is read into host memory."""
     model = load_stock(cls, checkpoint, "cpu")
-    if stage is not None:
-        cut_stage(model, stage)
-    if divide is not None:
-        sharding = divide(model)
+    division.cut_stage(model)
+    if (sharding := division.shard(model)) is not None:
         sharding.cut()
         sharding.connect()
     return model.to(device)

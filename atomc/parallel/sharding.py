@@ -75,7 +75,6 @@ class Sharding:
         model: nn.Module,
         place: TensorParallel,
         *,
-        quantized: Collection[str] = (),
         placement: Placement | None = None,
     ) -> "Sharding":
         """Of processes that each have all but some of the experts, and tokens of their own.

@@ -14,10 +14,9 @@ from atomc.loading.draft_checkpoint import check_draft_layers
 from atomc.loading.loader import check_parts, ready
 from atomc.models.config import integer
 from atomc.models.mtp import DraftModel
-from atomc.parallel import sizes
-from atomc.parallel.process_group import PipelineStage, TensorParallel
+from atomc.parallel.division import Division
+from atomc.parallel.process_group import PipelineStage, Place, TensorParallel
 from atomc.parallel.sharding import Sharding
-from atomc.parallel.stages import cut_stage
 from atomc.platform import Platform
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
@@ -95,18 +94,25 @@ def build_model(
     if layers is not None:
         config = _first_layers(layers, config)
     quantized_by = decide(quantization, folder, config)
-    _check_sizes(config, devices, data_ranks, stage, ep=ep)
+    if devices < 1:
+        raise ValueError(f"{devices} devices: expected at least 1")
+    tp, experts = (
+        TensorParallel(0, ranks, "") if ranks > 1 else None for ranks in (devices, data_ranks)
+    )
+    division = Division(Place(tp, stage, experts), ep)
+    division.check(config)
     dtype = dtype or config_dtype(config) or torch.float32
     if drafts:
         check_draft_layers(config, None, folder)
     module = create_model(
         unquantized_config(config), dtype=dtype, device="meta", draft_layer=drafts > 0
     )
-    if stage is not None:
-        cut_stage(module, stage)
+    division.cut_stage(module)
     prefix = adapter.PREFIX if isinstance(module, adapter.StockModel) else ""
     methods = Methods() if quantized_by is None else apply.methods_of(module, quantized_by, prefix)
-    sharding = _divided(module, methods, devices, data_ranks, ep=ep)
+    if (sharding := division.shard(module, methods.linears)) is not None:
+        sharding.cut()
+        check_parts(module, methods)
     parameters = sum(x.numel() for x in module.parameters())  # before some are packed as codes
     if methods:
         _quantize(module, methods, dtype, platform)
@@ -126,42 +132,6 @@ def _first_layers(layers: int, config: Mapping[str, JSONLike]) -> Mapping[str, J
         if isinstance(kinds := config.get(name), list):
             first[name] = kinds[:layers]
     return first
-
-
-def _check_sizes(
-    config: Mapping[str, JSONLike],
-    devices: int,
-    data_ranks: int,
-    stage: PipelineStage | None,
-    *,
-    ep: bool,
-) -> None:
-    """Raise ValueError for a size of the model that cannot be divided."""
-    if devices < 1:
-        raise ValueError(f"{devices} devices: expected at least 1")
-    sizes.check(config, devices, ep=ep)
-    sizes.check_experts(config, data_ranks)
-    if stage is not None:
-        sizes.check_stages(config, len(stage.ranks))
-
-
-def _divided(
-    module: nn.Module, methods: Methods, devices: int, data_ranks: int, *, ep: bool
-) -> Sharding | None:
-    """Cut a module on meta, in place, to the part of the first device; None: there is only one.
-    Raises ValueError for a layer whose part cannot be divided or quantized.
-    """
-    if devices > 1:
-        place = TensorParallel(0, devices, "")
-        sharding = Sharding.of(module, place, ep=ep, quantized=methods.linears)
-    elif data_ranks > 1:
-        place = TensorParallel(0, data_ranks, "")
-        sharding = Sharding.of_experts(module, place, quantized=methods.linears)
-    else:
-        return None
-    sharding.cut()
-    check_parts(module, methods)
-    return sharding
 
 
 def _quantize(

@@ -195,7 +195,7 @@ def _check_sizes(config: EngineConfig) -> None:
     sizes.check(fields, config.tp, ep=config.ep)
     sizes.check_experts(fields, config.data_ranks)
     sizes.check_stages(fields, config.pp)
-    if (placement := expert_placement(config)) is not None:
+    if placement := expert_placement(config):
         with_draft = config.speculative == "mtp"
         check_expert_placement(folder, placement, config.expert_ranks, draft_layer=with_draft)
 

@@ -19,7 +19,8 @@ import atomc
 from atomc.loading.create_model import create_model
 from atomc.loading.loader import load
 from atomc.parallel import sizes
-from atomc.parallel.process_group import TensorParallel
+from atomc.parallel.division import Division
+from atomc.parallel.process_group import Place, TensorParallel
 from atomc.parallel.sharding import Sharding
 from atomc.planning.device_model import build_model
 from atomc.planning.plan_report import Workload
@@ -242,7 +243,9 @@ def test_a_plan_says_how_delta_nets_are_cut(tmp_path: Path) -> None:
 
 def test_random_weights_are_parts_of_those_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("packed")))
-    model, part = (load(tmp_path, load_format="dummy", tp=tp) for tp in (None, rank(1)))
+    model, part = (
+        load(tmp_path, load_format="dummy", division=Division(Place(tp))) for tp in (None, rank(1))
+    )
     cut(model, rank(1)).connect()
     expected = model.state_dict()
     assert part.state_dict().keys() == expected.keys()

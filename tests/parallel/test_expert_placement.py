@@ -33,6 +33,7 @@ from atomc.loading.loader import check_expert_placement, load
 from atomc.ops.inputs import TEXT
 from atomc.options import Options
 from atomc.parallel.collectives import EXPERT_MAP, EXPERT_PLACES
+from atomc.parallel.division import Division
 from atomc.parallel.expert_placement import (
     balanced,
     equal_ranges,
@@ -42,7 +43,7 @@ from atomc.parallel.expert_placement import (
     tokens_of_ranks,
     write_placement,
 )
-from atomc.parallel.process_group import TensorParallel
+from atomc.parallel.process_group import Place, TensorParallel
 from atomc.parallel.shard_slice import ShardSlice
 from atomc.platform import Platform
 from atomc.runtime.config import EngineConfig
@@ -192,10 +193,12 @@ def assert_placed(folder: Path, prefix: str = "", **how: Any) -> None:
     names = [name for name, _ in whole.named_parameters() if name.startswith(prefix + PATHS[0])]
     assert names
     for index, own in enumerate(MEMBERS):
-        ways: list[dict[str, Any]] = [{"tp": rank(index), "ep": True}, {"experts": rank(index)}]
-        for way in ways:
-            found = load(folder, progress=False, **how, **way, expert_placement=placement)
-            ranges = load(folder, progress=False, **how, **way).state_dict()
+        for place, ep in ((Place(rank(index)), True), (Place(experts=rank(index)), False)):
+            found, ranges = (
+                load(folder, progress=False, **how, division=Division(place, ep, placed))
+                for placed in (placement, {})
+            )
+            ranges = ranges.state_dict()
             for name, weight in found.state_dict().items():
                 if name not in names:
                     assert bits(weight).equal(bits(ranges[name])), name
@@ -277,7 +280,7 @@ def test_random_experts_are_those_of_the_placement(tmp_path: Path) -> None:
 def test_a_placement_of_other_experts_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     write_experts(tmp_path, "qwen3_moe", weights_of("qwen3_moe"), **WIDE)
     with pytest.raises(ValueError, match="no experts of this model"):
-        load(tmp_path, tp=rank(0), ep=True, expert_placement={"model.layers.9": RANKS})
+        load(tmp_path, division=Division(Place(rank(0)), True, {"model.layers.9": RANKS}))
 
 
 def test_placements_share_what_is_compiled(tmp_path: Path) -> None:
@@ -285,13 +288,13 @@ def test_placements_share_what_is_compiled(tmp_path: Path) -> None:
     options, machine = Options.of({"glue": "eager"}), Platform.detect("cpu")
     parts = [
         model_parts(
-            load(tmp_path, progress=False, tp=rank(0), ep=True, expert_placement=placement),
+            load(tmp_path, progress=False, division=Division(Place(rank(0)), True, placement)),
             options,
             machine,
             TEXT,
             owned=False,
         )
-        for placement in (None, {PATHS[0]: RANKS})
+        for placement in ({}, {PATHS[0]: RANKS})
     ]
     assert parts[0] == parts[1], differences(*parts)
 

@@ -313,10 +313,12 @@ def test_dummy_weights_are_parts_of_those_of_one_process(
     import json
 
     from atomc.loading.loader import load
+    from atomc.parallel.division import Division
+    from atomc.parallel.process_group import Place
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
     how = {"load_format": "dummy", "quantization": quantized}
-    whole, part = load(tmp_path, **how), load(tmp_path, **how, tp=rank(1))
+    whole, part = load(tmp_path, **how), load(tmp_path, **how, division=Division(Place(rank(1))))
     sharding = Sharding.of(whole, rank(1))
     sharding.cut()
     sharding.connect()

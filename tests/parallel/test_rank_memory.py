@@ -13,13 +13,14 @@ from tracked_bytes import TrackedBytes
 
 from atomc.loading import execute_plan
 from atomc.loading.loader import load
-from atomc.parallel.process_group import TensorParallel
+from atomc.parallel.division import Division
+from atomc.parallel.process_group import Place, TensorParallel
 
 HALF = TensorParallel(1, 2, "ranks")
 DIVIDED: dict[str, dict[str, Any]] = {
-    "tensor parallel": {"tp": HALF},
-    "experts by expert": {"tp": HALF, "ep": True},
-    "only experts": {"experts": HALF},
+    "tensor parallel": {"division": Division(Place(HALF))},
+    "experts by expert": {"division": Division(Place(HALF), ep=True)},
+    "only experts": {"division": Division(Place(experts=HALF))},
 }
 # No tensor is as large as a tenth of a rank's part.
 SIZES = {"num_hidden_layers": 8, "vocab_size": 256, "num_experts": 8}

@@ -20,7 +20,8 @@ from torch import nn
 from atomc.loading import loader
 from atomc.loading.loader import load
 from atomc.parallel import sizes
-from atomc.parallel.process_group import PipelineStage
+from atomc.parallel.division import Division
+from atomc.parallel.process_group import PipelineStage, Place
 from atomc.parallel.stages import StageModel, cut_stage
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.block_groups import BlockGroups
@@ -90,7 +91,10 @@ def test_stages_read_their_layers_and_give_the_logits_of_the_whole(
     )
     whole = load(tmp_path, progress=False)
     plans.clear()
-    parts = [load(tmp_path, progress=False, stage=stage) for stage in stages(count)]
+    parts = [
+        load(tmp_path, progress=False, division=Division(Place(stage=stage)))
+        for stage in stages(count)
+    ]
     with torch.inference_mode():
         expected = whole(IDS, POSITIONS, torch.tensor([2, 6]))
     torch.testing.assert_close(one_after_the_other(parts), expected)
@@ -108,7 +112,9 @@ def test_stages_read_their_layers_and_give_the_logits_of_the_whole(
 @SLOW
 def test_a_class_whose_names_transformers_converts_is_cut_when_it_is_read(tmp_path: Path) -> None:
     checkpoint(tmp_path, "gpt_neox", {"num_key_value_heads": 4})
-    parts = [load(tmp_path, progress=False, stage=stage) for stage in stages(2)]
+    parts = [
+        load(tmp_path, progress=False, division=Division(Place(stage=stage))) for stage in stages(2)
+    ]
     with torch.inference_mode():
         expected = load(tmp_path, progress=False)(IDS, POSITIONS, torch.tensor([2, 6]))
     torch.testing.assert_close(one_after_the_other(parts), expected)
@@ -118,7 +124,8 @@ def test_random_weights_of_stages_are_those_of_the_whole(tmp_path: Path) -> None
     checkpoint(tmp_path, "llama", {"tie_word_embeddings": True})
     whole = load(tmp_path, progress=False, load_format="dummy")
     parts = [
-        load(tmp_path, progress=False, load_format="dummy", stage=stage) for stage in stages(3)
+        load(tmp_path, progress=False, load_format="dummy", division=Division(Place(stage=stage)))
+        for stage in stages(3)
     ]
     with torch.inference_mode():
         expected = whole(IDS, POSITIONS, torch.tensor([2, 6]))

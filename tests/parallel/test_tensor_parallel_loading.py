@@ -24,7 +24,8 @@ from torch import nn
 from atomc import models
 from atomc.loading.create_model import create_model
 from atomc.loading.loader import load
-from atomc.parallel.process_group import TensorParallel
+from atomc.parallel.division import Division
+from atomc.parallel.process_group import Place, TensorParallel
 from atomc.parallel.sharding import Sharding
 
 # Two groups of 64 and two blocks of 128 for each of two ranks.
@@ -54,7 +55,7 @@ def assert_parts(path: Path, size: int = 2, *, ep: bool = False, **how: Any) -> 
     for index in range(size):
         whole, part = (
             load(path, progress=False, **how),
-            load(path, progress=False, tp=rank(index, size), ep=ep, **how),
+            load(path, progress=False, division=Division(Place(rank(index, size)), ep), **how),
         )
         sharding = Sharding.of(whole, rank(index, size), ep=ep)
         before = sum(weight.nbytes for weight in whole.parameters())

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from atomc.parallel.division import Division
 from atomc.parallel.expert_placement import Ranks, read_placement
-from atomc.parallel.process_group import Place
+from atomc.parallel.process_group import ALONE, Place
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.images.model import ImageModel
 from atomc.runtime.execution.loading.hub import model_folder
@@ -42,7 +43,7 @@ def load(
     module: nn.Module | None = None,
     *,
     progress: bool = True,
-    place: Place | None = None,
+    place: Place = ALONE,
 ) -> LoadedModel:
     """Loads the config's checkpoint, or the parts of it that belong to this rank, or uses `module`
     instead.
@@ -81,11 +82,7 @@ def load(
         quantization=_quantization(config),
         draft_layer=config.speculative == "mtp",
         progress=progress,
-        tp=place.tp if place else None,
-        ep=config.ep,
-        stage=place.stage if place else None,
-        experts=place.experts if place else None,
-        expert_placement=expert_placement(config),
+        division=Division(place, config.ep, expert_placement(config)),
     )
     return _loaded_model(
         model,
@@ -95,12 +92,12 @@ def load(
     )
 
 
-def expert_placement(config: EngineConfig) -> dict[str, Ranks] | None:
-    """What the file of config.expert_placement says; None without one. Raises ValueError for other
+def expert_placement(config: EngineConfig) -> dict[str, Ranks]:
+    """What the file of config.expert_placement says; {} without one. Raises ValueError for other
     content, and OSError if the file cannot be read.
     """
     if config.expert_placement is None:
-        return None
+        return {}
     return read_placement(Path(config.expert_placement), config.expert_ranks)
 
 
