@@ -10,15 +10,12 @@ from torch import Tensor, nn
 from atomc.encoder import compile_encoder
 from atomc.models.decoder import CausalLM
 from atomc.ops.inputs import TEXT, LoraShape, ModelInputs
-from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.parallel.process_group import Place
 from atomc.parallel.stages import StageModel
 from atomc.parallel.vocab import LogitsOfRank, VocabParallelHead, leave_apart
 from atomc.program import Program, compile_model
-from atomc.report.report import Report
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.execution import self_check
 from atomc.runtime.execution.draft import compile_draft, draft_model_of
 from atomc.runtime.execution.images.encoder import Encode, ImageEncoder
 from atomc.runtime.execution.images.model import ImageModel
@@ -26,6 +23,7 @@ from atomc.runtime.execution.lora.program import LoraProgram
 from atomc.runtime.execution.pipeline import PipelineLinks
 from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.runner import Runner
+from atomc.runtime.execution.self_check import SelfCheck
 from atomc.runtime.execution.variants import VARIANTS
 from atomc.runtime.execution.views.evaluation_mode import evaluation_mode
 from atomc.runtime.execution.views.headless_model import headless_model
@@ -61,7 +59,6 @@ class ProgramCompiler:
         self.config, self.module, self.place = config, module, place
         self.user_module, self.owned = user_module, user_module is None
         self.images = ImageModel.of(module)
-        self._own_forward: self_check.OwnForward | None = None
         options = Options.of(config.options)
         self._options = _runtime_options(options, module)
         self._chose_eager = self._options is not options
@@ -93,7 +90,11 @@ class ProgramCompiler:
 
     def _compile(self, lora: LoraShape | None) -> Programs:
         config, pipeline = self.config, PipelineLinks()
-        self._apart = apart = self._leave_logits_apart()
+        apart = self._leave_logits_apart()
+        checks_itself = config.self_check and self.place.stage is None
+        self._check_of_stock: SelfCheck | None = None
+        if checks_itself and isinstance(self.module, StockModel):
+            self._check_of_stock = SelfCheck(self.module, self._options, apart)
         draft = draft_model_of(self.module) if config.speculative == "mtp" else None
         module = self.module if draft is None else WithHiddenStates(self.module, draft.reads)
         if (stage := self.place.stage) is not None:
@@ -109,7 +110,7 @@ class ProgramCompiler:
             module,
             options,
             owned=self.owned,
-            before_free=self._record_own_forward,
+            before_free=self._check_of_stock and self._check_of_stock.record,
             takes=self._takes,
         )
         steps, report, encoder, adapters = {"text": main}, main.report, None, None
@@ -204,32 +205,9 @@ class ProgramCompiler:
 
     def self_check(self, runner: Runner) -> None:
         """Compare a stock class with its own forward. Raises ValueError if they differ."""
-        if not (self._checks_itself and isinstance(self.module, StockModel)):
-            return
-        self_check.self_check(
-            self.module,
-            self.programs.main,
-            self._options,
-            columns=runner.input_batch.columns,
-            reference=self._own_forward,
-            apart=self.programs.apart,
-        )
-        self._own_forward = None
-        runner.bind()
-
-    def _record_own_forward(
-        self, key: str | None, specs: Sequence[StateSpec], report: Report
-    ) -> None:
-        """Compute what the self check needs of weights that are going to be freed."""
-        if self._checks_itself and isinstance(self.module, StockModel):
-            self._own_forward = self_check.record_own_forward(
-                self.module, self._options, key, specs, report, apart=self._apart
-            )
-
-    @property
-    def _checks_itself(self) -> bool:
-        """Not a stage of a model."""
-        return self.config.self_check and self.place.stage is None
+        if self._check_of_stock is not None:
+            self._check_of_stock.run(self.programs.main, runner.input_batch.columns)
+            runner.bind()
 
 
 def _runtime_options(options: Options, module: nn.Module) -> Options:

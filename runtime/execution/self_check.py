@@ -101,76 +101,6 @@ class OwnForward:
     why_not: str = ""
 
 
-def record_own_forward(
-    model: StockModel,
-    options: Options,
-    key: str | None,
-    specs: Sequence[StateSpec],
-    report: Report,
-    apart: LogitsOfRank | None = None,
-) -> OwnForward | None:
-    """All that self_check will need of the class's own forward, which cannot run after weights are
-    freed; None if the cache has the verdict.
-
-    key, specs, report  of the program
-    apart               the logits of the model are those of this rank only
-    """
-    entry = _entry(model, key, options)
-    if entry is not None and _read(entry) is not None:
-        return None
-    reference = own_forward(model, report, apart)
-    if reference.why_not:
-        return reference
-    noise = _noise(specs, model.hf_model.device)
-    return replace(reference, change=_own_noise(model, report, reference, noise, apart))
-
-
-def self_check(
-    model: StockModel,
-    program: Program,
-    options: Options,
-    *,
-    columns: int = 1,
-    reference: OwnForward | None = None,
-    apart: LogitsOfRank | None = None,
-) -> None:
-    """Compare the program with the class's own forward, and add a note to its report.
-
-    columns   of the block tables of later steps: with the same number here, kernels are compiled
-              once for both
-    reference from record_own_forward; None: computed here
-    apart     as in record_own_forward. All logits are compared: all ranks have the same verdict
-
-    A successful check is stored in the cache of compiled graphs. Binds the program to other caches.
-    Raises ValueError if the logits differ by more than rounding.
-    """
-    name = type(model.hf_model).__name__
-    start = time.perf_counter()
-    entry = _entry(model, program.key, options)
-    stored = _read(entry) if entry is not None else None
-    verdict = stored or verdict_of(
-        model, program, columns=columns, reference=reference, apart=apart
-    )
-    if verdict.why_not:
-        program.report.notes.append(f"no self-check: {verdict.why_not}")
-        return
-    if not verdict.right:
-        raise ValueError(
-            f"{name} computes something else in the runtime than by itself: its logits differ "
-            f"by {verdict.numbers()} of "
-            "their spread, and rounding explains "
-            f"{verdict.limit:.1e}{_reason(model.hf_model)}; use another class, or "
-            "--no-self-check (self_check=False) to run it nevertheless"
-        )
-    if entry is not None and stored is None:
-        _keep(entry, verdict)
-    when = "at an earlier start" if stored else f"in {time.perf_counter() - start:.2f} s"
-    program.report.notes.append(
-        f"self-check {when}: as {name}'s own forward; logits differ by {verdict.numbers()} of "
-        f"their spread, up to {verdict.limit:.1e} is rounding"
-    )
-
-
 class _VerdictData(TypedDict):
     """Verdict as the cache stores it."""
 
@@ -178,26 +108,179 @@ class _VerdictData(TypedDict):
     limit: float
 
 
-def _entry(model: StockModel, key: str | None, options: Options) -> Entry[_VerdictData] | None:
-    """The cache entry of the verdict, by program and by the class's sources, configuration and
-    version. None if the program was not cached."""
-    if key is None:
-        return None
-    import transformers
+class SelfCheck:
+    """The self-check of one model.
 
-    kind = type(model.hf_model)
-    return Entry(
-        {
-            "kind of program": "self-check",
-            "program": key,
-            "class": f"{kind.__module__}.{kind.__qualname__}, "
-            f"{file_digest(Path(inspect.getfile(kind)))}",
-            "configuration": digest(model.config.to_json_string(use_diff=False)),
-            "version of transformers": transformers.__version__,
-            **sources_in(*MODEL_CODE, "runtime/execution/self_check.py"),
-        },
-        options,
-    )
+    apart  the logits of the model are those of this rank only. All logits are compared: all ranks
+           have the same verdict
+    """
+
+    def __init__(
+        self, model: StockModel, options: Options, apart: LogitsOfRank | None = None
+    ) -> None:
+        self.model, self.options, self.apart = model, options, apart
+        self._reference: OwnForward | None = None
+
+    def record(self, key: str | None, specs: Sequence[StateSpec], report: Report) -> None:
+        """Compute all that `run` will need of the class's own forward, which cannot run after
+        weights are freed; nothing if the cache has the verdict.
+
+        key, specs, report  of the program
+        """
+        entry = self._entry(key)
+        if entry is not None and _read(entry) is not None:
+            return
+        reference = self._own_forward(report)
+        if not reference.why_not:
+            noise = _noise(specs, self.model.hf_model.device)
+            reference = replace(reference, change=self._own_change(report, reference, noise))
+        self._reference = reference
+
+    def run(self, program: Program, columns: int = 1) -> None:
+        """Compare the program with the class's own forward, and add a note to its report.
+
+        columns   of the block tables of later steps: with the same number here, kernels are
+                  compiled once for both
+
+        A successful check is stored in the cache of compiled graphs. Binds the program to other
+        caches. Raises ValueError if the logits differ by more than rounding.
+        """
+        hf_model = self.model.hf_model
+        name = type(hf_model).__name__
+        start = time.perf_counter()
+        entry = self._entry(program.key)
+        stored = _read(entry) if entry is not None else None
+        verdict = stored or self.verdict(program, columns)
+        if verdict.why_not:
+            program.report.notes.append(f"no self-check: {verdict.why_not}")
+            return
+        if not verdict.right:
+            raise ValueError(
+                f"{name} computes something else in the runtime than by itself: its logits differ "
+                f"by {verdict.numbers()} of "
+                "their spread, and rounding explains "
+                f"{verdict.limit:.1e}{_reason(hf_model)}; use another class, or "
+                "--no-self-check (self_check=False) to run it nevertheless"
+            )
+        if entry is not None and stored is None:
+            with suppress(OSError):
+                entry.write({"errors": list(verdict.errors), "limit": verdict.limit})
+        when = "at an earlier start" if stored else f"in {time.perf_counter() - start:.2f} s"
+        program.report.notes.append(
+            f"self-check {when}: as {name}'s own forward; logits differ by {verdict.numbers()} of "
+            f"their spread, up to {verdict.limit:.1e} is rounding"
+        )
+
+    def verdict(self, program: Program, columns: int = 1) -> Verdict:
+        """Run both computations, unless the class's own was recorded, and compare their logits."""
+        reference, self._reference = self._reference or self._own_forward(program.report), None
+        if reference.why_not:
+            return Verdict(why_not=reference.why_not)
+        errors: dict[str, list[float]] = {}
+        for kind, number, first, logits in _ragged(program, reference.sequences, columns):
+            for row, out in enumerate(self._whole(logits)):
+                errors.setdefault(kind, []).append(
+                    difference(out, reference.logits[number][first + row])
+                )
+        largest_errors = tuple((kind, agreed(relative)) for kind, relative in errors.items())
+        noise = _noise(program.specs, program.device)
+        in_8_bits = program.dtype not in ROUNDING or _multiplies_codes_by_head(program.report)
+        limit = max(ROOM * noise, IN_8_BITS) if in_8_bits else ROOM * noise
+        verdict = Verdict(largest_errors, limit)
+        if verdict.right:
+            return verdict
+        change = reference.change
+        if change is None:
+            change = self._own_change(program.report, reference, noise)
+        if ABOVE_OWN * change > MOST:
+            return Verdict(
+                why_not=f"a rounding changes the logits of the class's own forward by {change:.1e}"
+            )
+        return Verdict(largest_errors, max(limit, ABOVE_OWN * change))
+
+    def _entry(self, key: str | None) -> Entry[_VerdictData] | None:
+        """The cache entry of the verdict, by program and by the class's sources, configuration and
+        version. None if the program was not cached."""
+        if key is None:
+            return None
+        import transformers
+
+        kind = type(self.model.hf_model)
+        return Entry(
+            {
+                "kind of program": "self-check",
+                "program": key,
+                "class": f"{kind.__module__}.{kind.__qualname__}, "
+                f"{file_digest(Path(inspect.getfile(kind)))}",
+                "configuration": digest(self.model.config.to_json_string(use_diff=False)),
+                "version of transformers": transformers.__version__,
+                **sources_in(*MODEL_CODE, "runtime/execution/self_check.py"),
+            },
+            self.options,
+        )
+
+    def _own_forward(self, report: Report) -> OwnForward:
+        """Run the class's own forward. report: of the program that it is compared with."""
+        hf_model = self.model.hf_model
+        config = hf_model.config.get_text_config()
+        longest = getattr(config, "max_position_embeddings", None)
+        if isinstance(longest, int) and longest < max(LENGTHS):
+            why = f"it needs sequences of {max(LENGTHS)} tokens, the model has {longest} positions"
+            return OwnForward([], [], why_not=why)
+        sequences = [
+            plain_tokens(hf_model.config, config.vocab_size, length, seed)
+            for seed, length in enumerate(LENGTHS)
+        ]
+        try:
+            logits = self._own_logits(report, sequences)
+        except Exception as error:  # code of others, such as layers that only run compiled
+            why = f"the class's own forward fails: {type(error).__name__}: {first_line(error)}"
+            return OwnForward([], [], why_not=why)
+        if not all(rows.isfinite().any(-1).all() for rows in logits):
+            return OwnForward([], [], why_not="the class's own forward gives no finite logits")
+        return OwnForward(sequences, logits)
+
+    def _own_change(self, report: Report, reference: OwnForward, noise: float) -> float:
+        """How much the logits of the class's own forward change with this noise in its
+        embeddings.
+        """
+
+        def disturb(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+            signs = (
+                torch.randint(2, out.shape, generator=torch.Generator().manual_seed(0)).to(
+                    out.device
+                )
+                * 2
+                - 1
+            )
+            return (out.double() * (1 + noise * signs)).to(out.dtype)
+
+        hook = self.model.hf_model.get_input_embeddings().register_forward_hook(disturb)
+        try:
+            disturbed_logits = self._own_logits(report, reference.sequences)
+        finally:
+            hook.remove()
+        return agreed(
+            [
+                difference(row, other)
+                for out, expected in zip(disturbed_logits, reference.logits, strict=True)
+                for row, other in zip(out, expected, strict=True)
+            ]
+        )
+
+    def _own_logits(self, report: Report, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Logits [T, V] of each sequence, by the class's own forward."""
+        hf_model = self.model.hf_model
+        with torch.no_grad(), own_attention(hf_model), _rows_of_latents(self.model, report):
+            reference = [
+                hf_model(input_ids=torch.tensor([tokens], device=hf_model.device), use_cache=False)
+                for tokens in sequences
+            ]
+            return [self._whole(out.logits[0].float()) for out in reference]
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """The logits of all ids [T, V]."""
+        return logits if self.apart is None else self.apart.gathered(logits)
 
 
 def _read(entry: Entry[_VerdictData]) -> Verdict | None:
@@ -208,76 +291,10 @@ def _read(entry: Entry[_VerdictData]) -> Verdict | None:
     return None if fields is None else Verdict(tuple(fields["errors"]), fields["limit"])
 
 
-def _keep(entry: Entry[_VerdictData], verdict: Verdict) -> None:
-    with suppress(OSError):
-        entry.write({"errors": list(verdict.errors), "limit": verdict.limit})
-
-
 def _reason(hf_model: Any) -> str:
     takes = inspect.signature(hf_model.forward).parameters
     missing = [name for name in ("position_ids", "logits_to_keep") if name not in takes]
     return f" (its forward takes no {' and no '.join(missing)})" if missing else ""
-
-
-def own_forward(model: StockModel, report: Report, apart: LogitsOfRank | None = None) -> OwnForward:
-    """Run the class's own forward. report: of the program that it is compared with."""
-    hf_model = model.hf_model
-    longest = getattr(hf_model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(longest, int) and longest < max(LENGTHS):
-        return OwnForward(
-            [],
-            [],
-            why_not=f"it needs sequences of {max(LENGTHS)} tokens, the model has {longest} "
-            "positions",
-        )
-    vocab_size = hf_model.config.get_text_config().vocab_size
-    sequences = [
-        plain_tokens(hf_model.config, vocab_size, length, seed)
-        for seed, length in enumerate(LENGTHS)
-    ]
-    try:
-        logits = _own_logits(model, report, sequences, apart)
-    except Exception as error:  # code of others, such as layers that only run compiled
-        why = f"the class's own forward fails: {type(error).__name__}: {first_line(error)}"
-        return OwnForward([], [], why_not=why)
-    if not all(rows.isfinite().any(-1).all() for rows in logits):
-        return OwnForward([], [], why_not="the class's own forward gives no finite logits")
-    return OwnForward(sequences, logits)
-
-
-def verdict_of(
-    model: StockModel,
-    program: Program,
-    *,
-    columns: int = 1,
-    reference: OwnForward | None = None,
-    apart: LogitsOfRank | None = None,
-) -> Verdict:
-    """Run both computations and compare their logits. own: computed before."""
-    reference = reference or own_forward(model, program.report, apart)
-    if reference.why_not:
-        return Verdict(why_not=reference.why_not)
-    errors: dict[str, list[float]] = {}
-    for kind, number, first, logits in _ragged(program, reference.sequences, columns):
-        for row, out in enumerate(_whole(logits, apart)):
-            errors.setdefault(kind, []).append(
-                difference(out, reference.logits[number][first + row])
-            )
-    largest_errors = tuple((kind, agreed(relative)) for kind, relative in errors.items())
-    noise = _noise(program.specs, program.device)
-    in_8_bits = program.dtype not in ROUNDING or _multiplies_codes_by_head(program.report)
-    limit = max(ROOM * noise, IN_8_BITS) if in_8_bits else ROOM * noise
-    verdict = Verdict(largest_errors, limit)
-    if verdict.right:
-        return verdict
-    change = reference.change
-    if change is None:
-        change = _own_noise(model, program.report, reference, noise, apart)
-    if ABOVE_OWN * change > MOST:
-        return Verdict(
-            why_not=f"a rounding changes the logits of the class's own forward by {change:.1e}"
-        )
-    return Verdict(largest_errors, max(limit, ABOVE_OWN * change))
 
 
 def _multiplies_codes_by_head(report: Report) -> bool:
@@ -289,58 +306,6 @@ def _multiplies_codes_by_head(report: Report) -> bool:
 def _noise(specs: Sequence[StateSpec], device: torch.device) -> float:
     """Relative error that the roundings of all layers accumulate."""
     return rounding_noise(state_dtype(specs), device, len(specs))
-
-
-def _own_noise(
-    model: StockModel,
-    report: Report,
-    reference: OwnForward,
-    noise: float,
-    apart: LogitsOfRank | None,
-) -> float:
-    """How much the logits of the class's own forward change with this noise in its embeddings."""
-
-    def disturb(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        signs = (
-            torch.randint(2, out.shape, generator=torch.Generator().manual_seed(0)).to(out.device)
-            * 2
-            - 1
-        )
-        return (out.double() * (1 + noise * signs)).to(out.dtype)
-
-    hook = model.hf_model.get_input_embeddings().register_forward_hook(disturb)
-    try:
-        quantized_logits = _own_logits(model, report, reference.sequences, apart)
-    finally:
-        hook.remove()
-    return agreed(
-        [
-            difference(row, other)
-            for out, expected in zip(quantized_logits, reference.logits, strict=True)
-            for row, other in zip(out, expected, strict=True)
-        ]
-    )
-
-
-def _own_logits(
-    model: StockModel,
-    report: Report,
-    sequences: Sequence[Sequence[int]],
-    apart: LogitsOfRank | None,
-) -> list[Tensor]:
-    """Logits [T, V] of each sequence, by the class's own forward."""
-    hf_model = model.hf_model
-    with torch.no_grad(), own_attention(hf_model), _rows_of_latents(model, report):
-        reference = [
-            hf_model(input_ids=torch.tensor([tokens], device=hf_model.device), use_cache=False)
-            for tokens in sequences
-        ]
-        return [_whole(out.logits[0].float(), apart) for out in reference]
-
-
-def _whole(logits: Tensor, apart: LogitsOfRank | None) -> Tensor:
-    """The logits of all ids [T, V]."""
-    return logits if apart is None else apart.gathered(logits)
 
 
 def _ragged(

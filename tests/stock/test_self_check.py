@@ -8,7 +8,7 @@ from atomc.cache.store import usage
 from atomc.options import Options
 from atomc.program import compile_model
 from atomc.quantization import quantize
-from atomc.runtime.execution.self_check import verdict_of
+from atomc.runtime.execution.self_check import SelfCheck
 from atomc.stock.implementations import Implementations
 
 transformers = pytest.importorskip("transformers")
@@ -124,7 +124,7 @@ def test_ignored_positions_are_orders_of_magnitude_from_rounding():
     model = stock("marian", torch.bfloat16)
     llm = llm_of(model, self_check=False)
     assert notes(llm) == []
-    verdict = verdict_of(llm.engine.module, llm.program)
+    verdict = SelfCheck(llm.engine.module, Options()).verdict(llm.program)
     errors = dict(verdict.errors)
     assert errors.pop("a prompt alone") < verdict.limit < 0.05
     assert min(errors.values()) > 0.5
@@ -162,7 +162,7 @@ def test_a_class_that_is_right_is_served_and_the_report_says_so(name, dtype, lay
 
 def test_many_layers_in_bf16_stay_within_rounding():
     llm = llm_of(stock("llama", torch.bfloat16, num_hidden_layers=24), self_check=False)
-    verdict = verdict_of(llm.engine.module, llm.program)
+    verdict = SelfCheck(llm.engine.module, Options()).verdict(llm.program)
     assert verdict.right and all(error < verdict.limit / 2 for _, error in verdict.errors)
 
 

@@ -16,9 +16,10 @@ from tensor_parallel_ranks import IDS, POSITIONS, Case, whole
 from test_self_check import llm_of, stock
 
 import atomc
+from atomc.options import Options
 from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.vocab import LogitsOfRank, VocabParallelHead, leave_apart
-from atomc.runtime.execution.self_check import verdict_of
+from atomc.runtime.execution.self_check import SelfCheck
 from atomc.runtime.execution.views.stock_head import separable_head
 from atomc.stock.adapter import StockModel
 
@@ -130,5 +131,5 @@ def test_all_logits_are_compared_with_those_of_the_class() -> None:
             return torch.cat([logits, 1 + logits.square()], -1)
 
     apart = Apart(96, 0, RANKS, "")
-    verdict = verdict_of(llm.engine.module, llm.program, apart=apart)
+    verdict = SelfCheck(llm.engine.module, Options(), apart).verdict(llm.program)
     assert verdict.right and len(gathered) == 2 + 2 * 5
