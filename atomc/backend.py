@@ -1,7 +1,7 @@
 """The backend of torch.compile(model, backend="atom"): compiles a graph of Dynamo to a callable."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from atomc.compiler.driver import inductor_patches, note_attention_patterns
 from atomc.compiler.entry import new_report, skip_reason
 from atomc.compiler.phases import timed
 from atomc.errors import OURS, OptionsError, RunError
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
@@ -38,7 +38,7 @@ def atom(
     gm: GraphModule,
     example_inputs: Sequence[Input],
     *,
-    options: Mapping[str, JSONLike] | Options | None = None,
+    options: JSONMapping | Options | None = None,
     mode: str | None = None,
 ) -> GraphFunction:
     """The backend. Raises OptionsError for wrong options; after any other failure, Inductor

@@ -16,13 +16,13 @@ from typing import Any, Literal, TypedDict
 from torch import Tensor
 from torch.profiler import record_function
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.graph.profiler_ranges import add_ranges
 from atomc.ops.op import REGISTRY, Kernel
 from atomc.torch_compat.core import GraphFunction
 
 # Settings of Inductor's config.
-Patches = Mapping[str, JSONLike]
+Patches = JSONMapping
 # See `reference`.
 Reference = tuple[str, ...]
 # A dataclass as dataclasses.asdict converts it.
@@ -72,7 +72,7 @@ def bind_forward(
     return types.MethodType(namespace["forward"], types.SimpleNamespace(**owner))
 
 
-def deserialize(plain: FunctionData, named: bool = False) -> GraphFunction:
+def deserialize(plain: FunctionData, named: bool) -> GraphFunction:
     """The function of plain data; with profiler ranges if `named`. Raises as `resolve` does for a
     name that is gone.
     """

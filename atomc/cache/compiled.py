@@ -6,7 +6,8 @@ that does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import TypedDict
 
 import torch
@@ -30,48 +31,6 @@ from atomc.weights.packed import PackedInput
 _INPUTS: dict[str, Callable[..., GraphInput]] = {
     kind.__name__: kind for kind in (StepInput, StateInput, ExpertCounts, LoraWeights)
 }
-
-
-class CompiledData(TypedDict):
-    """Plain data of a compiled graph: its fields, and what `combine_ranges` takes, with a function
-    per range.
-    """
-
-    inputs: list[str]
-    packed: dict[str, tuple[tuple[str, ...], int]]
-    syncing: list[str]
-    read: list[str]
-    state: list[PlainSpec]
-    runtime_inputs: dict[str, tuple[str, Fields]]
-    extras: list[Fields]
-    functions: Sequence[FunctionData]
-    extras_of: Sequence[tuple[int, int, int]]
-    device: str | None
-    dispatch: Fields | None
-
-
-@dataclass
-class Compiled:
-    """One graph after all stages. `call` takes the graph's inputs, then `packed`, then the state
-    inputs, then `extras`.
-
-    inputs   the names of all of these except the extras
-    packed   name -> the parameters that the caller packs
-    runtime_inputs  name -> what the runtime passes, or holds for the graph
-    syncing  kernels that cannot be captured in a CUDA graph
-    read     the inputs that some range reads directly, not only through a prepared weight
-    plain    converts it to plain data
-    """
-
-    call: GraphFunction
-    inputs: list[str]
-    packed: dict[str, PackedInput]
-    runtime_inputs: dict[str, GraphInput] = field(default_factory=dict)
-    state: list[StateSpec] = field(default_factory=list)
-    extras: list[Extra] = field(default_factory=list)
-    syncing: list[str] = field(default_factory=list)
-    read: list[str] = field(default_factory=list)
-    plain: Callable[[], CompiledData] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,13 +69,76 @@ class Dispatch:
         return call
 
 
-def serialize_compiled(
-    compiled: Compiled,
-    functions: Sequence[FunctionData],
-    extras_of: Sequence[tuple[int, int, int]],
-    chosen_by: Dispatch | None,
-    device: str | None,
-) -> CompiledData:
+@dataclass(frozen=True)
+class Ranges:
+    """How the functions of all ranges of token counts become one callable.
+
+    num_inputs  of the graph, which all functions take; their extras follow, range after range
+    num_extras  of each range
+    dispatch    chooses the range; None: there is one
+    device      the GPU of the graph's inputs, None on the CPU
+    """
+
+    num_inputs: int
+    num_extras: tuple[int, ...]
+    dispatch: Dispatch | None
+    device: str | None
+
+    def combine(self, calls: Sequence[GraphFunction]) -> GraphFunction:
+        """One callable of those for each range, run on the device."""
+        call = calls[0]
+        if self.dispatch is not None:
+            bounds = pairwise(accumulate(self.num_extras, initial=self.num_inputs))
+            pairs = zip(calls, bounds, strict=True)
+            call = self.dispatch.select_from([self._with_extras(*pair) for pair in pairs])
+        return _guard_device(self.device, call)
+
+    def _with_extras(self, call: GraphFunction, bounds: tuple[int, int]) -> GraphFunction:
+        """Pass only the extras of its own range to a callable."""
+        return lambda *args: call(*args[: self.num_inputs], *args[slice(*bounds)])
+
+
+class CompiledData(TypedDict):
+    """Plain data of a compiled graph: its fields, and a function per range."""
+
+    inputs: list[str]
+    packed: dict[str, tuple[tuple[str, ...], int]]
+    syncing: list[str]
+    read: list[str]
+    state: list[PlainSpec]
+    runtime_inputs: dict[str, tuple[str, Fields]]
+    extras: list[Fields]
+    functions: Sequence[FunctionData]
+    ranges: Fields
+
+
+@dataclass
+class Compiled:
+    """One graph after all stages. `call` takes the graph's inputs, then `packed`, then the state
+    inputs, then `extras`.
+
+    inputs   the names of all of these except the extras
+    packed   name -> the parameters that the caller packs
+    runtime_inputs  name -> what the runtime passes, or holds for the graph
+    syncing  kernels that cannot be captured in a CUDA graph
+    read     the inputs that some range reads directly, not only through a prepared weight
+    ranges   of token counts
+    plain    converts the function of each range to plain data; None: it is of the cache
+    """
+
+    call: GraphFunction
+    inputs: list[str]
+    packed: dict[str, PackedInput]
+    runtime_inputs: dict[str, GraphInput]
+    state: list[StateSpec]
+    extras: list[Extra]
+    syncing: list[str]
+    read: list[str]
+    ranges: Ranges
+    plain: Callable[[], Sequence[FunctionData]] | None = None
+
+
+def serialize_compiled(compiled: Compiled, functions: Sequence[FunctionData]) -> CompiledData:
     """Raises Uncacheable if a function of an extra cannot be found again by name."""
     return {
         "inputs": compiled.inputs,
@@ -131,51 +153,32 @@ def serialize_compiled(
             {**vars(extra), "function": reference(extra.function)} for extra in compiled.extras
         ],
         "functions": functions,
-        "extras_of": extras_of,
-        "device": device,
-        "dispatch": asdict(chosen_by) if chosen_by else None,
+        "ranges": asdict(compiled.ranges),
     }
 
 
 def deserialize_compiled(plain: CompiledData) -> Compiled:
     """The compiled graph of its plain data."""
-    chosen_by = Dispatch(**plain["dispatch"]) if plain["dispatch"] else None
+    dispatch = plain["ranges"]["dispatch"]
+    ranges = Ranges(**plain["ranges"] | {"dispatch": dispatch and Dispatch(**dispatch)})
 
     def made(named: bool) -> GraphFunction:
-        parts = [deserialize(part, named) for part in plain["functions"]]
-        return combine_ranges(parts, plain["extras_of"], chosen_by, plain["device"])
+        return ranges.combine([deserialize(part, named) for part in plain["functions"]])
 
-    call = profiled(made(named=False), lambda: made(named=True))
     extras = [
         Extra(**{**extra, "function": resolve(extra["function"])}) for extra in plain["extras"]
     ]
-    state = [StateSpec.of_plain(spec) for spec in plain["state"]]
     return Compiled(
-        call,
+        profiled(made(named=False), lambda: made(named=True)),
         plain["inputs"],
         {name: PackedInput(*packed) for name, packed in plain["packed"].items()},
         {name: _INPUTS[kind](**x) for name, (kind, x) in plain["runtime_inputs"].items()},
-        state,
+        [StateSpec.of_plain(spec) for spec in plain["state"]],
         extras,
         plain["syncing"],
         plain["read"],
+        ranges,
     )
-
-
-def combine_ranges(
-    calls: Sequence[GraphFunction],
-    extras_of: Sequence[tuple[int, int, int]],
-    chosen_by: Dispatch | None,
-    device: str | None,
-) -> GraphFunction:
-    """One callable of the callables for each range, run on the device.
-
-    extras_of  per range: (number of inputs, number of the first extra, number of extras)
-    """
-    if chosen_by is not None:
-        calls = [_select_extras(call, *where) for call, where in zip(calls, extras_of, strict=True)]
-    call = chosen_by.select_from(calls) if chosen_by is not None else calls[0]
-    return _guard_device(device, call)
 
 
 def _guard_device(device: str | None, call: GraphFunction) -> GraphFunction:
@@ -190,11 +193,6 @@ def _guard_device(device: str | None, call: GraphFunction) -> GraphFunction:
             return call(*args)
 
     return guarded
-
-
-def _select_extras(call: GraphFunction, inputs: int, start: int, count: int) -> GraphFunction:
-    """Pass only the extras of its own range to a callable."""
-    return lambda *args: call(*args[:inputs], *args[inputs + start : inputs + start + count])
 
 
 def append_weights(

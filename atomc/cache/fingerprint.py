@@ -9,7 +9,6 @@ model (atomc.cache.model_fingerprint).
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import inspect
 import sys
 import types
@@ -27,6 +26,7 @@ from atomc.ops.op import REGISTRY
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.rewriting.registered import REGISTERED
+from atomc.tested_versions import installed_version
 from atomc.torch_compat.core import (
     autocast_is_on,
     changed_settings,
@@ -119,12 +119,8 @@ def _versions() -> dict[str, str]:
         "CUDA": str(torch.version.cuda),
         "ROCm": str(torch.version.hip),
     }
-    for name in ("atomc", "triton", "amd-aiter", "zentorch", "fla-core"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "none"
-    return versions
+    others = ("atomc", "triton", "amd-aiter", "zentorch", "fla-core")
+    return versions | {name: installed_version(name) or "none" for name in others}
 
 
 def _settings() -> dict[str, str]:

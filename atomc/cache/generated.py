@@ -38,19 +38,14 @@ class CompiledFunction:
     named: Callable[[], GraphFunction]
 
 
-def graph_function(gm: GraphModule) -> CompiledFunction:
-    """The function that FX generates for a graph without submodules."""
-    gm.recompile()
-    labels = labels_of(gm.graph)
-    return CompiledFunction(
-        gm.forward, lambda: _python(gm, {}, labels), lambda: _ranged_function(gm, {}, labels)
-    )
-
-
-def pieces_function(gm: GraphModule, pieces: Mapping[str, CompiledFunction]) -> CompiledFunction:
-    """The function that FX generates for a graph that calls these functions instead of
+def graph_function(
+    gm: GraphModule, pieces: Mapping[str, CompiledFunction] | None = None
+) -> CompiledFunction:
+    """The function that FX generates for a graph, which calls these functions instead of
     submodules.
     """
+    pieces = pieces or {}
+    gm.recompile()
     labels = labels_of(gm.graph) | {name: f"{_place(gm, name)}: glue" for name in pieces}
     for name, piece in pieces.items():
         # The generated code calls self.<name>; a plain function avoids the overhead of

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from torch.fx import GraphModule
-from torch.fx.node import Argument
 
 from atomc.cache.artifact import Uncacheable
-from atomc.cache.compiled import Compiled
+from atomc.cache.compiled import Compiled, serialize_compiled
 from atomc.cache.graph_fingerprint import parts_of
 from atomc.cache.lookup import CacheLookup
 from atomc.cache.store import ProgramData, plain_report, record_start
@@ -25,7 +24,6 @@ class GraphCache:
     def __init__(
         self,
         gm: GraphModule,
-        example_inputs: Sequence[Argument],
         context: Context,
         report: Report,
         floats: dict[int, float],
@@ -41,17 +39,7 @@ class GraphCache:
             if not report.cached.kind:
                 report.cached = CacheOutcome("off")
             return
-        kind = (
-            "torch.compile" if not context.paged else f"runtime{', weights owned' * context.owned}"
-        )
-        if context.lora is not None:
-            kind += f", {context.lora}"
-        self.lookup = CacheLookup(
-            context.options,
-            lambda: parts_of(
-                gm, example_inputs, context.options, context.platform, floats, kind=kind
-            ),
-        )
+        self.lookup = CacheLookup(context.options, lambda: parts_of(gm, context, floats))
         report.cached = self.lookup.outcome
 
     @property
@@ -98,7 +86,7 @@ class GraphCache:
                 "written": list(written),
                 "report": plain_report(self.report),
                 "guards": guards_of(self.mode, self.sizes),
-                "compiled": plain(),
+                "compiled": serialize_compiled(compiled, plain()),
             }
 
         self.entry = self.lookup.store(data)

@@ -7,7 +7,6 @@ Values of weights are not included: compiled code reads them at each call.
 import enum
 import operator
 import re
-from collections.abc import Sequence
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -25,37 +24,29 @@ from atomc.cache.fingerprint import (
     tensor_layout,
 )
 from atomc.graph.provenance import module_path, source_line
-from atomc.options import Options
-from atomc.platform import Platform
+from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.tracing import size_facts, source_name
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def parts_of(
-    gm: GraphModule,
-    example_inputs: Sequence[Argument],
-    options: Options,
-    platform: Platform,
-    floats: dict[int, float],
-    *,
-    kind: str,
-) -> Parts:
+def parts_of(gm: GraphModule, context: Context, floats: dict[int, float]) -> Parts:
     """The parts for one graph from Dynamo. Raises Uncacheable if an object in it cannot be
     identified.
     """
     lines: list[str] = []
     places: list[str] = []
     _describe(gm, lines, places)
+    kind = f"runtime{', weights owned' * context.owned}" if context.paged else "torch.compile"
     parts = {
-        "kind of program": kind,
-        **environment_parts(options, platform),
+        "kind of program": kind if context.lora is None else f"{kind}, {context.lora}",
+        **environment_parts(context.options, context.platform),
     }
     placeholders = gm.graph.find_nodes(op="placeholder")
     first: dict[int, int] = {}
-    for i, each in enumerate(example_inputs):
+    for i, each in enumerate(context.inputs):
         first.setdefault(id(each), i)
-    for i, (node, each) in enumerate(zip(placeholders, example_inputs, strict=True)):
+    for i, (node, each) in enumerate(zip(placeholders, context.inputs, strict=True)):
         fake = _value(node.meta.get("example_value"))
         parts[f"input {i}"] = (
             f"{source_name(node)}: {fake}, first {first[id(each)]}, {input_kind(each)}"

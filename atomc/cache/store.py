@@ -32,7 +32,7 @@ from atomc.cache.fingerprint import KERNEL_SOURCE, OUR_KERNELS, Parts
 from atomc.files.atomic_file import write_atomically
 from atomc.options import Options
 from atomc.report.records import PARTS
-from atomc.report.report import Report
+from atomc.report.report import VERSION, Report
 from atomc.trusted_folder import untrusted
 
 log = logging.getLogger("atomc")
@@ -310,14 +310,11 @@ def plain_report(report: Report) -> Fields:
 
 def fill_report(report: Report, data: Fields) -> None:
     """Fill a report with stored fields."""
-    for name, value in data.items():
-        if name == "matches":
-            report.matches.update(value)
-        elif isinstance(value, list):
-            kind = PARTS.get(name)
-            getattr(report, name).extend(kind(**item) for item in value) if kind else getattr(
-                report, name
-            ).extend(value)
+    stored = Report.of({**data, "version": VERSION, "model": report.model})
+    for name in data:
+        value = getattr(stored, name)
+        if isinstance(value, list):
+            getattr(report, name).extend(value)
         elif isinstance(value, dict):
             getattr(report, name).update(value)
         else:

@@ -46,7 +46,7 @@ def callable_of(
     )
     floats = constant_floats(gm, example_inputs)
     with floats_stay_inputs(fake_mode_of(gm.graph)):
-        built = build(gm, example_inputs, context, report, floats)
+        built = build(gm, context, report, floats)
     weights = weight_inputs(built.compiled, report.notes)
     function = built.wrap(append_weights(built.compiled, weights, example_inputs, report.notes))
     report.treated = True

@@ -50,14 +50,14 @@ class Pool:
     """Captures calls into one memory pool. The graphs share temporaries, so only one may run at a
     time, and a graph may overwrite the results of those that were captured after it.
 
-    num_graphs, bytes   number of captured calls, and the memory that they take
+    bytes   memory that the captured calls take
     """
 
     def __init__(self, device: torch.device | str = "cuda"):
         self.device = torch.device(device)
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.num_graphs = self.bytes = 0
+        self.bytes = 0
 
     def capture(self, call: Callable[[], T], *, warm_up: bool = True) -> CapturedCall[T]:
         """Capture `call`, whose inputs must keep their addresses. Raises its first error if it
@@ -89,7 +89,6 @@ class Pool:
                 graph.capture_end()
             torch.cuda.current_stream().wait_stream(self.stream)
         size = max(0, torch.cuda.memory_reserved(self.device) - before)
-        self.num_graphs += 1
         self.bytes += size
         return CapturedCall(graph, output, size)
 

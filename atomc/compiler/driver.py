@@ -36,7 +36,7 @@ from atomc.options import Options
 from atomc.report.records import Glue
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
-from atomc.torch_compat.core import GraphFunction, Input, without_autocast
+from atomc.torch_compat.core import GraphFunction, without_autocast
 from atomc.torch_compat.inductor import attention_patterns_are_wrong, mode_options
 
 
@@ -58,42 +58,32 @@ class Built:
     key: str | None
 
 
-def build(
-    gm: GraphModule,
-    inputs: Sequence[Input],
-    context: Context,
-    report: Report,
-    floats: dict[int, float],
-) -> Built:
+def build(gm: GraphModule, context: Context, report: Report, floats: dict[int, float]) -> Built:
     """Load the graph with these floats from the cache, or compile it and store it there.
 
     floats: number of an input -> the value of a Python float that Dynamo made an input, and that is
     a constant.
     """
-    cache = GraphCache(gm, inputs, context, report, floats)
+    cache = GraphCache(gm, context, report, floats)
     loaded = cache.load()
     if loaded is not None:
         return Built(*loaded, lambda call: call, cache.entry, cache.key)
-    captured, compiled = compile_graph(gm, inputs, context, report, floats)
+    captured, compiled = compile_graph(gm, context, report, floats)
     cache.store(compiled, captured.written, captured.around)
     return Built(compiled, captured.written, captured.wrap, cache.entry, cache.key)
 
 
 def compile_graph(
-    gm: GraphModule,
-    inputs: Sequence[Input],
-    context: Context,
-    report: Report,
-    floats: dict[int, float],
+    gm: GraphModule, context: Context, report: Report, floats: dict[int, float]
 ) -> tuple[CapturedGraph, Compiled]:
     """Run all stages on a graph of Dynamo. Without `context.build`, the result calls the graph as
     captured.
     """
     with timed(report, "trace"):
-        dynamo = dynamo_graph(gm, inputs, floats)
+        dynamo = dynamo_graph(gm, context.inputs, floats)
     _lift(dynamo, context, report)
     with timed(report, "trace"):
-        captured = capture(dynamo, inputs)
+        captured = capture(dynamo, context.inputs)
     report.notes += captured.notes
     with without_autocast():
         return captured, _compile_captured(captured.graph, context, report)
@@ -109,7 +99,8 @@ def _lift(dynamo: GraphModule, context: Context, report: Report) -> None:
     if switch is not True:
         inline(dynamo)  # modules that are lifted differently cannot share a region
     with timed(report, "lift"):
-        pipeline.run(dynamo, [passes.LIFT], context, report, structured_trace.observers())
+        traced = replace(context, observers=structured_trace.observers())
+        pipeline.run(dynamo, [passes.LIFT], traced, report)
         for name, calls in regions_of(dynamo).items():
             _lift_region(region(dynamo, name), calls, context, report)
 
@@ -137,11 +128,12 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
         p.name for p in passes.PIPELINE if p.off_by_default and p.name not in options.passes
     ]
     dumper = Dumper(options.dump)
-    observers = [
+    observers = (
         lambda name, graph: dumper(graph, name),
         *structured_trace.observers(),
         *context.observers,
-    ]
+    )
+    context = replace(context, observers=observers)
     recording = context.build and (options.audit or options.record)
     recorder = Recorder(gm, options, report, dumper) if recording else None
     for observer in observers:
@@ -149,7 +141,7 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
 
     with timed(report, "passes"):
         show_as_numbers(gm.graph)
-        outcome = pipeline.run(gm, selected, context, report, observers)
+        outcome = pipeline.run(gm, selected, context, report)
         show_as_tensors(gm.graph, outcome.floats)
     if recorder:
         recorder.passes_done()
@@ -157,21 +149,26 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
     glue, why = glue_of(options, context.platform)
     _note_glue(report, glue, f"{glue} ({why})")
     summarize_graph(gm, context, report, glue_fuses=glue != "eager")
-    lowered = lower_ranges(gm, context, report, observers, eager=glue == "eager")
+    lowered = lower_ranges(gm, context, report, eager=glue == "eager")
 
-    functions = []
-    for one in lowered:
-        with timed(report, "glue"):
-            original = copy_graph(one.graph) if recorder else one.graph
-            function = (
-                _glue(one.graph, glue, options, report) if context.build else graph_function(gm)
-            )
-            functions.append(recorder.wrap(original, function) if recorder else function)
-
+    if context.build:
+        functions = [_function(one.graph, glue, options, report, recorder) for one in lowered]
+    else:
+        functions = [graph_function(gm)] * len(lowered)
     layout = lowered[0].layout
     state = [spec.in_layout(layout) if layout else spec for spec in outcome.state]
     report.state = [str(spec) for spec in state]
     return assemble(gm, lowered, functions, state)
+
+
+def _function(
+    gm: GraphModule, glue: str, options: Options, report: Report, recorder: Recorder | None
+) -> CompiledFunction:
+    """The function of a lowered graph, which the recorder watches if there is one."""
+    with timed(report, "glue"):
+        original = copy_graph(gm) if recorder else gm
+        function = _glue(gm, glue, options, report)
+        return recorder.wrap(original, function) if recorder else function
 
 
 def _glue(gm: GraphModule, glue: str, options: Options, report: Report) -> CompiledFunction:

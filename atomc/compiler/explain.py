@@ -1,7 +1,7 @@
 """Explains what the compiler does to a model, without running it."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -13,11 +13,11 @@ from torch.fx.node import Argument
 from atomc.capture.dtensors import localize
 from atomc.capture.subclasses import subclass_reason
 from atomc.capture.variable_floats import constant_floats
-from atomc.compiler.callable_of import runnable
+from atomc.compiler.callable_of import device_of, runnable
 from atomc.compiler.driver import compile_graph
 from atomc.compiler.entry import new_report, skip_reason, trace_reported
 from atomc.errors import OURS
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.graph.expressions import Size, expression
 from atomc.options import Options
 from atomc.platform import Platform
@@ -47,7 +47,7 @@ class NothingToExplain(TypeError):
 def explain(
     model: Callable[..., Any],
     *args: Any,
-    options: Mapping[str, JSONLike] | Options | None = None,
+    options: JSONMapping | Options | None = None,
     platform: Platform | str | None = None,
     dynamic: bool | None = None,
     **kwargs: Any,
@@ -134,14 +134,13 @@ def _inspect(
         report.why_not = reason
         contract.check(report, options)
         return report
-    device = next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta), None)
-    where = platform or Platform.detect(device)
+    where = platform or Platform.detect(device_of(inputs))
     try:
         local = localize(gm, inputs)
         context = Context(options, where, build=False, inputs=local.inputs, keep_texts=True)
         floats = constant_floats(local.graph, local.inputs)
         with floats_stay_inputs(fake_mode_of(local.graph.graph)):
-            compile_graph(local.graph, local.inputs, context, report, floats)
+            compile_graph(local.graph, context, report, floats)
         report.treated = True
     except RestartAnalysis:  # Dynamo traces again with these floats as constants
         forget(report)

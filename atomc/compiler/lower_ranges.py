@@ -42,12 +42,7 @@ class Lowered:
 
 
 def lower_ranges(
-    gm: GraphModule,
-    context: Context,
-    report: Report,
-    observers: Sequence[pipeline.Observer],
-    *,
-    eager: bool,
+    gm: GraphModule, context: Context, report: Report, *, eager: bool
 ) -> list[Lowered]:
     """The graph for each range of token counts in which the kernels differ; all have one layout of
     state.
@@ -55,12 +50,12 @@ def lower_ranges(
     eager  the ops between kernels run eagerly
     """
     with timed(report, "lower"):
-        selected = _selected(gm, context, report, observers, eager=eager)
+        selected = _selected(gm, context, report, eager=eager)
     lowered = []
     for graph, selection in selected:
         with timed(report, "lower"):
             lowering = _lowering(context, selection)
-            done = pipeline.run(graph, [passes.LOWER], lowering, report, observers)
+            done = pipeline.run(graph, [passes.LOWER], lowering, report)
             report.kernels += selection.choices
             read = {node.name for node in graph.graph.find_nodes(op="placeholder") if node.users}
             span, layout = selection.tokens, selection.layout
@@ -69,12 +64,7 @@ def lower_ranges(
 
 
 def _selected(
-    gm: GraphModule,
-    context: Context,
-    report: Report,
-    observers: Sequence[pipeline.Observer],
-    *,
-    eager: bool,
+    gm: GraphModule, context: Context, report: Report, *, eager: bool
 ) -> list[tuple[GraphModule, Selection]]:
     """The graph of each range of token counts and what chooses its kernels, with the layout of the
     state and the forms of weights that all have in common.
@@ -100,12 +90,12 @@ def _selected(
         lowering = _lowering(context, selection)
         # In each of these ranges the same fires, and the report has it once.
         switched_on = _switched_on(context, (passes.INDEX_QUERIES,))
-        quantized = pipeline.run(graph, switched_on, lowering, shown, observers).fired
-        absorbed = pipeline.run(graph, [passes.SELECT_MLA_FORM], lowering, report, observers).fired
+        quantized = pipeline.run(graph, switched_on, lowering, shown).fired
+        absorbed = pipeline.run(graph, [passes.SELECT_MLA_FORM], lowering, report).fired
         if quantized or absorbed:
             selection.unfit = {}  # this graph differs from those of other ranges
             made_possible = _switched_on(context, passes.AFTER_MLA_FORM if absorbed else ())
-            pipeline.run(graph, made_possible, lowering, shown, observers)
+            pipeline.run(graph, made_possible, lowering, shown)
             shown = Report(report.model)
         layout = layout or selection.fix_layout(list(graph.graph.nodes))
         selected.append((graph, selection))

@@ -5,7 +5,7 @@ import operator
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,10 @@ from atomc.cache.generated import (
     CompiledFunction,
     graph_function,
     inductor_function,
-    pieces_function,
 )
 from atomc.capture.structural_hash import structural_key
 from atomc.compiler.bind_sizes import bind_sizes, copy_numbers
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.graph.mutation import mutated
 from atomc.graph.node_record import record_of
 from atomc.options import Options
@@ -50,7 +49,7 @@ def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
     return "inductor", "option glue is auto"
 
 
-def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[CompiledFunction, str]:
+def compile_glue(gm: GraphModule, patches: JSONMapping) -> tuple[CompiledFunction, str]:
     """Cut the graph at its kernels and compile the pieces between, equal pieces once. Returns the
     function and a text with the number of pieces. Call sink_pointwise before.
 
@@ -84,7 +83,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Comp
                 piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches
             )
         functions[name] = compiled[key]
-    return pieces_function(split, functions), f"{count} pieces, {len(compiled)} unique" + _known(
+    return graph_function(split, functions), f"{count} pieces, {len(compiled)} unique" + _known(
         loaded
     )
 
@@ -93,7 +92,7 @@ def _compile_piece(
     gm: GraphModule,
     examples: Sequence[Input],
     mode: FakeTensorMode | None,
-    patches: Mapping[str, JSONLike],
+    patches: JSONMapping,
 ) -> CompiledFunction:
     returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)
     with tracing_context(mode):

@@ -5,7 +5,7 @@ import inspect
 import logging
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch.fx import GraphModule, Node
@@ -37,7 +37,6 @@ from atomc.torch_compat.tracing import fake_mode_of, num_guards, sizes_stay_symb
 
 log = logging.getLogger("atomc")
 
-Observer = Callable[[str, GraphModule], None]
 # The name of the pass that runs before the pipeline, on Dynamo's graph.
 LIFT = "lift"
 
@@ -165,13 +164,7 @@ def check_order(pipeline: Sequence[Pass]) -> None:
         seen.add(p.name)
 
 
-def run(
-    gm: GraphModule,
-    passes: Sequence[Pass],
-    context: Context,
-    report: Report,
-    observers: Sequence[Observer] = (),
-) -> Outcome:
+def run(gm: GraphModule, passes: Sequence[Pass], context: Context, report: Report) -> Outcome:
     """Run the passes on the graph and fill the report. Returns the combined outcome."""
     unused: list[str] = []
     with sizes_stay_symbolic():
@@ -183,7 +176,7 @@ def run(
                 for pattern in _patterns(p, context)
                 if pattern not in outcome.off
             ]
-            for observer in observers if outcome.fired else ():
+            for observer in context.observers if outcome.fired else ():
                 observer(p.name, gm)
     report.notes += unused
     if context.choose is None:  # lowering leaves none

@@ -30,6 +30,7 @@ from atomc.report.records import KernelChoice
 from atomc.token_range import ALL_TOKENS, Tokens
 
 INLINE = "inline"
+Arguments = Mapping[str, Argument]
 
 
 class Selection:
@@ -260,9 +261,7 @@ class Selection:
             "forbids",
         )
 
-    def _other_rounding(
-        self, kernel: Kernel, op: Op, arguments: Mapping[str, Argument]
-    ) -> Refusal | None:
+    def _other_rounding(self, kernel: Kernel, op: Op, arguments: Arguments) -> Refusal | None:
         if self.options.rounding != "hf" or kernel.rounds != "once" or op.rounds_once(arguments):
             return None
         return Refusal("option", "it rounds once, rounding='hf' asks for the model's own roundings")
@@ -273,7 +272,7 @@ class Selection:
             return None
         return Refusal("tokens", f"is meant for {meant} tokens")
 
-    def _unpreparable(self, kernel: Kernel, nodes: Mapping[str, Argument]) -> Refusal | None:
+    def _unpreparable(self, kernel: Kernel, nodes: Arguments) -> Refusal | None:
         """Why the weights that this kernel prepares cannot be prepared once, or None."""
         for name, weight in _prepared(kernel, nodes):
             if reason := self.weights.get(weight.name, "it is not known to be constant"):
@@ -303,7 +302,7 @@ def _spelled(refused: Sequence[tuple[str, Refusal]]) -> list[tuple[str, str]]:
     return [(provider, reason.text) for provider, reason in refused]
 
 
-def _prepared(kernel: Kernel, nodes: Mapping[str, Argument]) -> Iterator[tuple[str, Node]]:
+def _prepared(kernel: Kernel, nodes: Arguments) -> Iterator[tuple[str, Node]]:
     """The weights that the kernel prepares: (argument, node)."""
     for names in kernel.prepares:
         for name in names:
@@ -311,7 +310,7 @@ def _prepared(kernel: Kernel, nodes: Mapping[str, Argument]) -> Iterator[tuple[s
                 yield name, weight
 
 
-def _computed_weight(kernel: Kernel, nodes: Mapping[str, Argument]) -> Refusal | None:
+def _computed_weight(kernel: Kernel, nodes: Arguments) -> Refusal | None:
     for name, weight in _prepared(kernel, nodes):
         if weight.op != "placeholder":
             return Refusal(
@@ -343,7 +342,7 @@ def _all_providers() -> list[str]:
     return list(dict.fromkeys(kernel.provider for op in REGISTRY.values() for kernel in op.kernels))
 
 
-def _arguments(kernel: Kernel, node: Node) -> tuple[dict[str, Argument], Mapping[str, Argument]]:
+def _arguments(kernel: Kernel, node: Node) -> tuple[dict[str, Argument], Arguments]:
     """The op's arguments by name: as fake tensors and numbers, and as nodes."""
     nodes = arguments_of(node)
     fakes = {

@@ -81,38 +81,19 @@ def _call_of(model: nn.Module, takes: ModelInputs) -> Callable[..., Outputs]:
     which a traced graph refers to them.
     """
 
-    def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Outputs:
-        outputs: Outputs = model(input_ids, positions, logits_rows)
-        return outputs
-
-    def draft(input_ids: Tensor, positions: Tensor, hidden: Tensor, logits_rows: Tensor) -> Outputs:
-        outputs: Outputs = model(input_ids, positions, hidden, logits_rows)
-        return outputs
-
-    def images(
-        input_ids: Tensor,
-        positions: Tensor,
-        logits_rows: Tensor,
-        embeddings: Tensor,
-        is_image: Tensor,
-    ) -> Outputs:
-        outputs: Outputs = model(input_ids, positions, logits_rows, embeddings, is_image)
-        return outputs
-
-    def draft_images(
-        input_ids: Tensor,
-        positions: Tensor,
-        hidden: Tensor,
-        logits_rows: Tensor,
-        embeddings: Tensor,
-        is_image: Tensor,
-    ) -> Outputs:
-        outputs: Outputs = model(input_ids, positions, hidden, logits_rows, embeddings, is_image)
-        return outputs
-
+    if takes.hidden and takes.embeddings:
+        return lambda input_ids, positions, hidden, logits_rows, embeddings, is_image: model(
+            input_ids, positions, hidden, logits_rows, embeddings, is_image
+        )
     if takes.hidden:
-        return draft_images if takes.embeddings else draft
-    return images if takes.embeddings else step
+        return lambda input_ids, positions, hidden, logits_rows: model(
+            input_ids, positions, hidden, logits_rows
+        )
+    if takes.embeddings:
+        return lambda input_ids, positions, logits_rows, embeddings, is_image: model(
+            input_ids, positions, logits_rows, embeddings, is_image
+        )
+    return lambda input_ids, positions, logits_rows: model(input_ids, positions, logits_rows)
 
 
 def trace(
@@ -180,7 +161,7 @@ def serving_error(model: nn.Module, error: BaseException) -> BaseException:
 
 def _compiled(gm: GraphModule, context: Context, report: Report) -> CompiledModel:
     """The model of a graph of Dynamo, whose inputs are those of the context."""
-    built = build(gm, context.inputs, context, report, {})
+    built = build(gm, context, report, {})
     placeholders = gm.graph.find_nodes(op="placeholder")
     sources = [source_name(node) for node in placeholders]
     arguments = [argument_of(node) for node in placeholders]

@@ -168,8 +168,8 @@ def program_costs(monkeypatch, layers, window=None):
     found = []
     run = pipeline.run
 
-    def watched(gm, passes, context, report, observers=()):
-        done = run(gm, passes, context, report, observers)
+    def watched(gm, passes, context, report):
+        done = run(gm, passes, context, report)
         if context.choose is None and context.paged and len(passes) > 1:
             found.append(cost.graph_costs(gm))
         return done
