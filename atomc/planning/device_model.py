@@ -1,13 +1,12 @@
 """The model of a plan: one device's shard of it, on the meta device."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.loading.checkpoint_files import config_dtype, load_config
 from atomc.loading.create_model import create_model
 from atomc.loading.draft_checkpoint import check_draft_layers
@@ -43,7 +42,7 @@ class Model:
     """
 
     module: nn.Module
-    config: Mapping[str, JSONLike]
+    config: JSONMapping
     quantization: QuantizationConfig | None
     dtype: torch.dtype
     sharding: Sharding | None
@@ -123,7 +122,7 @@ def build_model(
     )
 
 
-def _first_layers(layers: int, config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
+def _first_layers(layers: int, config: JSONMapping) -> JSONMapping:
     count = integer(config, "num_hidden_layers", layers)
     if not 1 <= layers <= count:
         raise ValueError(f"--layers {layers}: the model has {count}")

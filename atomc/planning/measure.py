@@ -10,7 +10,7 @@ import operator
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -28,6 +28,7 @@ from atomc.graph.views import ZERO_COST, name_of
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.op import op_of
 from atomc.ops.state import GroupStep, StateSpec, Step, block_size_of, groups_of
+from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 from atomc.torch_compat.core import GraphFunction
 
@@ -40,22 +41,6 @@ LONGEST_PRODUCT = 0.25  # seconds
 PEAKS = 4  # measurements of a peak, of which the best counts: other load on the machine slows it
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A step: T new tokens of S sequences, each with C tokens of context including the new ones. R
-    rows have logits.
-    """
-
-    T: int
-    S: int
-    C: int
-    R: int
-
-    def new(self) -> list[int]:
-        """The new tokens of each sequence."""
-        return [self.T // self.S + (s < self.T % self.S) for s in range(self.S)]
-
-
 class KernelTimer:
     """Times pieces of one lowered graph, equal pieces once.
 
@@ -65,13 +50,13 @@ class KernelTimer:
     """
 
     def __init__(
-        self, gm: GraphModule, specs: Sequence[StateSpec], sizes: Sizes, device: torch.device
+        self, gm: GraphModule, specs: Sequence[StateSpec], load: Workload, device: torch.device
     ):
-        self.gm, self.specs, self.sizes, self.device = gm, specs, sizes, device
+        self.gm, self.specs, self.load, self.device = gm, specs, load, device
         self.nodes = {node.name: node for node in gm.graph.nodes}
         self.known: dict[Hashable, float] = {}
-        self.block_size = block_size_of(specs) or sizes.C
-        self.columns = -(-sizes.C // self.block_size)
+        self.block_size = block_size_of(specs) or load.context
+        self.columns = -(-load.context // self.block_size)
         self.symbols = self._symbols()
         self.numbers: dict[sympy.Expr, int] = {}  # a formula occurs in each copy of the inputs
         self.step = self._step()
@@ -94,7 +79,7 @@ class KernelTimer:
                 else piece.forward
             )
             sets = [args] + [self._inputs(inputs) for _ in range(self._copies(args) - 1)]
-            self.known[key] = time_call(call, sets, self.device, synced=self.sizes.T > 64)
+            self.known[key] = time_call(call, sets, self.device, synced=self.load.tokens > 64)
         return self.known[key]
 
     def _copies(self, args: Sequence[Argument]) -> int:
@@ -130,7 +115,8 @@ class KernelTimer:
 
     def _symbols(self) -> dict[sympy.Symbol, int]:
         """Symbol of the graph -> its value in this step."""
-        named = {T: self.sizes.T, S: self.sizes.S, R: self.sizes.R, C: self.sizes.C}
+        load = self.load
+        named = {T: load.tokens, S: load.sequences, R: load.sequences, C: load.context}
         values = {
             symbol: int(size.subs(named)) for symbol, size in symbols_of(self.gm.graph).items()
         }
@@ -139,7 +125,9 @@ class KernelTimer:
             if step_field is not None and step_field.field == "block_tables":
                 values.setdefault(expression(value(node).shape[1]), self.columns)
             elif (spec := self._spec(node)) is not None:
-                leading = spec.leading(self.sizes.S * self.columns, self.block_size, self.sizes.S)
+                leading = spec.leading(
+                    load.sequences * self.columns, self.block_size, load.sequences
+                )
                 for size, number in zip(value(node).shape, leading, strict=False):
                     if isinstance(size, torch.SymInt):
                         values.setdefault(expression(size), number)
@@ -166,7 +154,8 @@ class KernelTimer:
 
     def _step(self) -> Step:
         """A step at the end of the context of its sequences, whose blocks are in random order."""
-        new, S, C = self.sizes.new(), self.sizes.S, self.sizes.C
+        T, S, C = self.load.tokens, self.load.sequences, self.load.context
+        new = [T // S + (s < T % S) for s in range(S)]  # tokens of each sequence
         tables = torch.randperm(S * self.columns, generator=torch.Generator().manual_seed(0)).view(
             S, -1
         )
@@ -177,14 +166,13 @@ class KernelTimer:
             for p in positions[s]
         ]
         starts = torch.tensor([0, *new]).cumsum(0)
-        rows = (starts[1:] - 1).repeat(-(-self.sizes.R // S))[: self.sizes.R]
         here = self.device
         return Step(
-            torch.zeros(self.sizes.T, dtype=torch.int64, device=here),
+            torch.zeros(T, dtype=torch.int64, device=here),
             torch.tensor([p for run in positions for p in run], device=here),
             starts.int().to(here),
             torch.full((S,), C, dtype=torch.int32, device=here),
-            rows.to(here),
+            (starts[1:] - 1).to(here),
             tuple(
                 GroupStep(torch.tensor(slots, device=here), tables.int().to(here))
                 for _ in groups_of(self.specs)
@@ -209,8 +197,9 @@ class KernelTimer:
             case StepInput() as step_field:
                 return step_field.of(self.step)
             case StateInput(number, role, is_scale=False):
+                slots = self.load.sequences
                 state = self.specs[number].allocate(
-                    self.sizes.S * self.columns, self.block_size, self.device, slots=self.sizes.S
+                    slots * self.columns, self.block_size, self.device, slots=slots
                 )[role]
                 return state.copy_(self._random(state))
         if (extra := record_of(node).extra) is not None:

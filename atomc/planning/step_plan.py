@@ -14,14 +14,14 @@ import torch
 from torch.fx import GraphModule
 
 from atomc.cost.efficiency import Predicted, Table, predict, table_for
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.ops.inputs import TEXT, ModelInputs
 from atomc.ops.op_cost import distinct_experts
 from atomc.options import Options
 from atomc.parallel.stages import StageModel
 from atomc.planning.communication import communication_of
 from atomc.planning.device_model import Model
-from atomc.planning.measure import KernelTimer, Sizes, measure_peaks
+from atomc.planning.measure import KernelTimer, measure_peaks
 from atomc.planning.memory import memory_of
 from atomc.planning.plan_report import (
     ExpertsRead,
@@ -46,7 +46,7 @@ def plan_step(
     load: Workload,
     *,
     longest: int | None = None,
-    options: Mapping[str, JSONLike] | None = None,
+    options: JSONMapping | None = None,
     table: Table | None = None,
     program: Program | None = None,
 ) -> StepPlan:
@@ -95,12 +95,10 @@ def plan_step(
 def compile_for(
     model: Model,
     platform: Platform,
-    options: Mapping[str, JSONLike] | None = None,
+    options: JSONMapping | None = None,
     observers: Sequence[Callable[[str, GraphModule], None]] = (),
 ) -> Program:
     """The model compiled for the runtime on that platform; neither glue nor cache is used."""
-    glue = "eager" if platform.is_cpu else "auto"
-    options = {"glue": glue, **(options or {}), "cache": False}
     module, takes = model.module, TEXT
     if model.draft is not None:
         module = WithHiddenStates(module, model.draft.reads)
@@ -109,22 +107,25 @@ def compile_for(
         if not model.stage.is_first:
             takes = ModelInputs(hidden=(of_stage.width, of_stage.dtype))
     program = compile_model(
-        module, options=options, platform=platform, observers=observers, owned=True, takes=takes
+        module, _options(options, platform), platform, observers, owned=True, takes=takes
     )
     program.report.model = type(model.module).__name__
     return program
 
 
 def _compile_draft(
-    model: Model, target: Program, platform: Platform, options: Mapping[str, JSONLike] | None
+    model: Model, target: Program, platform: Platform, options: JSONMapping | None
 ) -> DraftProgram | None:
     """The draft model compiled like its target, which has the last report, too."""
-    draft = model.draft
+    draft, options = model.draft, _options(options, platform)
     if draft is None:
         return None
+    return compile_draft(draft, target, options, model.drafts, owned=True, platform=platform)
+
+
+def _options(options: JSONMapping | None, platform: Platform) -> Options:
     glue = "eager" if platform.is_cpu else "auto"
-    draft_options = Options.of({"glue": glue, **(options or {}), "cache": False})
-    return compile_draft(draft, target, draft_options, model.drafts, owned=True, platform=platform)
+    return Options.of({"glue": glue, **(options or {}), "cache": False})
 
 
 def _predict_drafts(
@@ -158,7 +159,7 @@ class TimedProgram:
     def __init__(
         self,
         model: Model,
-        options: Mapping[str, JSONLike] | None = None,
+        options: JSONMapping | None = None,
         platform: Platform | None = None,
     ):
         self.model, self.platform = model, measure_peaks(platform or Platform.detect(), model.dtype)
@@ -181,9 +182,7 @@ class TimedProgram:
     def time_some(self, load: Workload, wanted: Sequence[Predicted]) -> list[float]:
         """The measured seconds of these kernels in a step."""
         gm = next(gm for gm in self.graphs if load.tokens in gm.meta["tokens"])
-        bench = KernelTimer(
-            gm, self.program.specs, Sizes(**load.sizes), torch.device(self.platform.device)
-        )
+        bench = KernelTimer(gm, self.program.specs, load, torch.device(self.platform.device))
         return [bench.seconds(p.nodes, self._inline if self.fuses else None) for p in wanted]
 
     def _inline(self, piece: GraphModule) -> GraphFunction:
@@ -196,7 +195,7 @@ def measure_step(
     load: Workload,
     *,
     longest: int | None = None,
-    options: Mapping[str, JSONLike] | None = None,
+    options: JSONMapping | None = None,
     table: Table | None = None,
 ) -> StepPlan:
     """The plan of a step on this machine, with the measured time of each kernel.

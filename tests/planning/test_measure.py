@@ -8,7 +8,7 @@ from test_plan import KV_HEADS, SMALL
 
 from atomc.graph.node_record import is_cache, record_of
 from atomc.planning.device_model import build_model
-from atomc.planning.measure import KernelTimer, Sizes, measure_peaks, time_call
+from atomc.planning.measure import KernelTimer, measure_peaks, time_call
 from atomc.planning.plan_report import Workload
 from atomc.planning.step_plan import TimedProgram, measure_step
 from atomc.platform import Platform
@@ -30,7 +30,7 @@ def lowered(tmp_path_factory):
 
 def bench_of(lowered, load):
     gm = next(gm for gm in lowered.graphs if load.tokens in gm.meta["tokens"])
-    return KernelTimer(gm, lowered.program.specs, Sizes(**load.sizes), CPU)
+    return KernelTimer(gm, lowered.program.specs, load, CPU)
 
 
 def test_every_kernel_of_a_step_gets_a_time_and_those_alike_are_timed_once(lowered):
