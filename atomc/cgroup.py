@@ -16,7 +16,7 @@ MEMORY_FILES = (
 )
 
 
-def cpu_quota(root: Path = ROOT) -> float | None:
+def cpu_quota(root: Path) -> float | None:
     """The CPU time quota of the process in CPUs, such as 1.5."""
     quotas = []
     for folder in _folders("cpu", root):

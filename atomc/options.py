@@ -7,10 +7,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args, get_origin
 
 from atomc.errors import OptionsError, suggestion
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 
 Rounding = Literal["fp32", "hf"]
 Glue = Literal["auto", "inductor", "eager"]
@@ -75,7 +75,7 @@ class Options:
     batch_invariant: bool = False
     expert_load: bool = False
     layout: str | None = None
-    inductor: Mapping[str, JSONLike] = field(default_factory=dict)
+    inductor: JSONMapping = field(default_factory=dict)
     dump: str | None = None
     report: str | None = None
     record: bool = False
@@ -100,36 +100,21 @@ class Options:
             raise OptionsError(f"option {name}={getattr(self, name)!r}: expected {expected}")
 
     def _check_kinds(self) -> None:
-        for name, allowed in (
-            ("rounding", Rounding),
-            ("glue", Glue),
-            ("mode", Mode),
-            ("expect_mode", ExpectMode),
-            ("kv_cache_dtype", KVCacheDtype),
-            ("layout", Layout),
-        ):
-            value, names = getattr(self, name), get_args(allowed)
-            self._check(
-                name,
-                value in names or (value is None and name == "layout"),
-                f"one of {', '.join(names)}{suggestion(str(value), names)}",
-            )
-        for name in (
-            "strict",
-            "disable",
-            "cache",
-            "record",
-            "audit",
-            "expert_load",
-            "batch_invariant",
-        ):
-            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        for option in fields(self):
+            value, kind = getattr(self, option.name), option.type
+            if option.name == "layout" and value is not None:
+                kind = Layout
+            if names := get_args(kind) if get_origin(kind) is Literal else ():
+                hint = suggestion(str(value), names)
+                self._check(option.name, value in names, f"one of {', '.join(names)}{hint}")
+            elif kind is bool:
+                self._check(option.name, isinstance(value, bool), "True or False")
+            elif get_origin(kind) is Mapping:
+                self._check(option.name, isinstance(value, Mapping), "a dict")
         for name in ("dump", "cache_dir"):
             self._check(
                 name, isinstance(getattr(self, name), str | Path | None), "the name of a folder"
             )
-        for name in ("passes", "inductor", "expect"):
-            self._check(name, isinstance(getattr(self, name), Mapping), "a dict")
 
     def _check_values(self) -> None:
         wrong = {
@@ -213,7 +198,7 @@ def read_options(file: Path) -> dict[str, Any]:
     return table
 
 
-def written_options(options: Mapping[str, JSONLike]) -> str:
+def written_options(options: JSONMapping) -> str:
     """Options as TOML, which `read_options` and `atomc serve --config` read. Raises TypeError
     for a value that TOML cannot represent.
     """
@@ -248,19 +233,18 @@ def _positive(value: float) -> bool:
 
 def _environment() -> dict[str, str | int]:
     values: dict[str, str | int] = {}
-    for name in ("strict", "disable", "cache"):
-        text = os.environ.get(f"ATOMC_{name.upper()}")
-        if text in ("0", "1"):
+    for name in ("strict", "disable", "cache", "dump", "report", "cache_dir", "cache_size"):
+        variable = f"ATOMC_{name.upper()}"
+        text = os.environ.get(variable)
+        if not text:
+            continue
+        values[name] = text
+        if name == "cache_size":
+            values[name] = _bytes(text)
+        elif name in ("strict", "disable", "cache"):
+            if text not in ("0", "1"):
+                raise OptionsError(f"environment {variable}={text!r}: expected 0 or 1")
             values[name] = text == "1"
-        elif text:
-            raise OptionsError(f"environment ATOMC_{name.upper()}={text!r}: expected 0 or 1")
-    for name in ("dump", "report"):
-        if os.environ.get(f"ATOMC_{name.upper()}"):
-            values[name] = os.environ[f"ATOMC_{name.upper()}"]
-    if os.environ.get("ATOMC_CACHE_DIR"):
-        values["cache_dir"] = os.environ["ATOMC_CACHE_DIR"]
-    if os.environ.get("ATOMC_CACHE_SIZE"):
-        values["cache_size"] = _bytes(os.environ["ATOMC_CACHE_SIZE"])
     return values
 
 

@@ -1,11 +1,9 @@
 """This machine, probed once, or another machine, described by its data sheet."""
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Collection
@@ -17,7 +15,7 @@ import torch
 
 from atomc import cgroup
 from atomc.errors import suggestion
-from atomc.tested_versions import series
+from atomc.tested_versions import installed_version, series
 from atomc.torch_compat import peer_memory
 
 AVX512 = frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
@@ -119,95 +117,123 @@ class Platform:
         return flag in self.cpu_flags
 
 
-def _nvidia(
-    arch: str,
-    name: str,
-    memory: int,
-    num_sms: int,
-    capability: tuple[int, int],
-    bandwidth: float,
-    flops: float,
-    link: float | None,
-) -> Platform:
-    return Platform(
-        "cuda",
-        arch,
-        name,
-        "cuda",
-        memory=memory,
-        num_sms=num_sms,
-        capability=capability,
-        vendor="NVIDIA",
-        bandwidth=bandwidth,
-        flops=flops,
-        link=link,
-    )
+_nvidia = functools.partial(Platform, "cuda", device="cuda", vendor="NVIDIA")
+_amd = functools.partial(Platform, "rocm", device="cuda", vendor="AMD")
+_cpu = functools.partial(Platform, "cpu", device="cpu")
 
 
-def _amd(
-    arch: str, name: str, memory: int, num_sms: int, bandwidth: float, flops: float
-) -> Platform:
-    return Platform(
-        "rocm",
-        arch,
-        name,
-        "cuda",
-        memory=memory,
-        num_sms=num_sms,
-        vendor="AMD",
-        bandwidth=bandwidth,
-        flops=flops,
-    )
-
-
-def _cpu(
-    arch: str,
-    name: str,
-    vendor: str,
-    num_cores: int,
-    flags: frozenset[str],
-    bandwidth: float | None = None,
-) -> Platform:
-    return Platform(
-        "cpu",
-        arch,
-        name,
-        "cpu",
-        num_sms=num_cores,
-        cpu_flags=flags,
-        vendor=vendor,
-        bandwidth=bandwidth,
-    )
-
-
-# From the vendors' data sheets, the largest common model of each architecture. The last number is
-# half of NVLink's bandwidth, which they give for both directions.
+# From the vendors' data sheets, the largest common model of each architecture. `link` is half of
+# NVLink's bandwidth, which they give for both directions.
 DESCRIBED = {
-    "gfx942": _amd("gfx942", "AMD Instinct MI300X", 192 * GIB, 304, 5.3e12, 1.3074e15),
-    "gfx950": _amd("gfx950", "AMD Instinct MI355X", 288 * GIB, 256, 8.0e12, 2.5e15),
-    "sm80": _nvidia(
-        "sm80", "NVIDIA A100-SXM4-80GB", 80 * GIB, 108, (8, 0), 2.039e12, 312e12, 300e9
+    "gfx942": _amd(
+        "gfx942",
+        "AMD Instinct MI300X",
+        memory=192 * GIB,
+        num_sms=304,
+        bandwidth=5.3e12,
+        flops=1.3074e15,
     ),
-    "sm89": _nvidia("sm89", "NVIDIA L40S", 48 * GIB, 142, (8, 9), 864e9, 362e12, None),
-    "sm90": _nvidia("sm90", "NVIDIA H100 80GB HBM3", 80 * GIB, 132, (9, 0), 3.35e12, 989e12, 450e9),
-    "h200": _nvidia("sm90", "NVIDIA H200", 141 * GB, 132, (9, 0), 4.8e12, 989e12, 450e9),
-    "sm100": _nvidia("sm100", "NVIDIA B200", 180 * GB, 148, (10, 0), 7.7e12, 2.25e15, 900e9),
-    "cpu": _cpu("x86_64", "a CPU with AVX2", "", 8, frozenset({"avx2"})),
-    "cpu-zen3": _cpu("x86_64", "AMD EPYC 7763", "AuthenticAMD", 64, frozenset({"avx2"}), 204.8e9),
-    "cpu-zen4": _cpu("x86_64", "AMD EPYC 9654", "AuthenticAMD", 96, ZEN4, 460.8e9),
-    "cpu-zen5": _cpu("x86_64", "AMD EPYC 9755", "AuthenticAMD", 128, ZEN4 | {"avx_vnni"}, 614e9),
+    "gfx950": _amd(
+        "gfx950",
+        "AMD Instinct MI355X",
+        memory=288 * GIB,
+        num_sms=256,
+        bandwidth=8.0e12,
+        flops=2.5e15,
+    ),
+    "sm80": _nvidia(
+        "sm80",
+        "NVIDIA A100-SXM4-80GB",
+        memory=80 * GIB,
+        num_sms=108,
+        capability=(8, 0),
+        bandwidth=2.039e12,
+        flops=312e12,
+        link=300e9,
+    ),
+    "sm89": _nvidia(
+        "sm89",
+        "NVIDIA L40S",
+        memory=48 * GIB,
+        num_sms=142,
+        capability=(8, 9),
+        bandwidth=864e9,
+        flops=362e12,
+    ),
+    "sm90": _nvidia(
+        "sm90",
+        "NVIDIA H100 80GB HBM3",
+        memory=80 * GIB,
+        num_sms=132,
+        capability=(9, 0),
+        bandwidth=3.35e12,
+        flops=989e12,
+        link=450e9,
+    ),
+    "h200": _nvidia(
+        "sm90",
+        "NVIDIA H200",
+        memory=141 * GB,
+        num_sms=132,
+        capability=(9, 0),
+        bandwidth=4.8e12,
+        flops=989e12,
+        link=450e9,
+    ),
+    "sm100": _nvidia(
+        "sm100",
+        "NVIDIA B200",
+        memory=180 * GB,
+        num_sms=148,
+        capability=(10, 0),
+        bandwidth=7.7e12,
+        flops=2.25e15,
+        link=900e9,
+    ),
+    "cpu": _cpu("x86_64", "a CPU with AVX2", num_sms=8, cpu_flags=frozenset({"avx2"})),
+    "cpu-zen3": _cpu(
+        "x86_64",
+        "AMD EPYC 7763",
+        vendor="AuthenticAMD",
+        num_sms=64,
+        cpu_flags=frozenset({"avx2"}),
+        bandwidth=204.8e9,
+    ),
+    "cpu-zen4": _cpu(
+        "x86_64",
+        "AMD EPYC 9654",
+        vendor="AuthenticAMD",
+        num_sms=96,
+        cpu_flags=ZEN4,
+        bandwidth=460.8e9,
+    ),
+    "cpu-zen5": _cpu(
+        "x86_64",
+        "AMD EPYC 9755",
+        vendor="AuthenticAMD",
+        num_sms=128,
+        cpu_flags=ZEN4 | {"avx_vnni"},
+        bandwidth=614e9,
+    ),
     "cpu-cascadelake": _cpu(
-        "x86_64", "Intel Xeon 8280", "GenuineIntel", 28, AVX512 | {"avx512_vnni"}, 140.8e9
+        "x86_64",
+        "Intel Xeon 8280",
+        vendor="GenuineIntel",
+        num_sms=28,
+        cpu_flags=AVX512 | {"avx512_vnni"},
+        bandwidth=140.8e9,
     ),
     "cpu-sapphirerapids": _cpu(
         "x86_64",
         "Intel Xeon 8480+",
-        "GenuineIntel",
-        56,
-        ZEN4 | AMX | {"avx_vnni", "avx512_fp16"},
-        307.2e9,
+        vendor="GenuineIntel",
+        num_sms=56,
+        cpu_flags=ZEN4 | AMX | {"avx_vnni", "avx512_fp16"},
+        bandwidth=307.2e9,
     ),
-    "cpu-neoverse-v2": _cpu("aarch64", "AWS Graviton4", "ARM", 96, ARM, 537.6e9),
+    "cpu-neoverse-v2": _cpu(
+        "aarch64", "AWS Graviton4", vendor="ARM", num_sms=96, cpu_flags=ARM, bandwidth=537.6e9
+    ),
 }
 
 
@@ -215,17 +241,11 @@ DESCRIBED = {
 def _gpu_here(index: int) -> Platform:
     properties = torch.cuda.get_device_properties(index)
     sheet = next((p for p in DESCRIBED.values() if p.name == properties.name), None)
-    here = Platform(
-        "cuda",
-        "",
-        properties.name,
-        "cuda",
+    here = replace(
+        sheet or _nvidia("", properties.name),
         here=True,
         memory=properties.total_memory,
         num_sms=properties.multi_processor_count,
-        bandwidth=sheet.bandwidth if sheet else None,
-        flops=sheet.flops if sheet else None,
-        link=sheet.link if sheet else None,
     )
     if torch.version.hip:
         # "gfx942:sramecc+:xnack-": the parts after the first colon are compiler settings.
@@ -234,7 +254,6 @@ def _gpu_here(index: int) -> Platform:
         here,
         arch=f"sm{properties.major}{properties.minor}",
         capability=(properties.major, properties.minor),
-        vendor="NVIDIA",
     )
 
 
@@ -305,11 +324,8 @@ class Provider(NamedTuple):
     reason: str | None = None
 
 
-def provider_versions(cxx: str | None = None) -> dict[str, Provider]:
-    """The libraries and compilers that are available here, without importing them. Never raises.
-
-    `cxx` is the requested C++ compiler (the value of CXX).
-    """
+def provider_versions() -> dict[str, Provider]:
+    """The libraries and compilers that are available here, without importing them. Never raises."""
     probes: dict[str, Callable[[], Provider]] = {
         "cuda": lambda: _built_with("CUDA", torch.version.cuda),
         "rocm": lambda: _built_with("ROCm", torch.version.hip),
@@ -318,7 +334,7 @@ def provider_versions(cxx: str | None = None) -> dict[str, Provider]:
         "zentorch": _zentorch,
         "fla": lambda: _package("fla", "fla-core"),
         "transformers": lambda: _package("transformers"),
-        "c++": lambda: _compiler(cxx),
+        "c++": _compiler,
     }
     return {name: _safely(name, probe) for name, probe in probes.items()}
 
@@ -343,14 +359,7 @@ def _built_with(name: str, version: str | None) -> Provider:
 def _package(name: str, distribution: str | None = None) -> Provider:
     if importlib.util.find_spec(name) is None:
         return Provider(False, reason=f"not installed: pip install {distribution or name}")
-    return Provider(True, _version(distribution or name))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:  # a checkout on the path has no metadata
-        return None
+    return Provider(True, installed_version(distribution or name))
 
 
 def _aiter() -> Provider:
@@ -380,16 +389,14 @@ def _zentorch() -> Provider:
     return package
 
 
-def _compiler(cxx: str | None) -> Provider:
-    # CXX may carry a launcher or arguments: "ccache g++".
-    commands = [shlex.split(cxx)] if cxx else [["g++"], ["clang++"]]
-    command = next((command for command in commands if shutil.which(command[0])), None)
+def _compiler() -> Provider:
+    command = next(filter(shutil.which, ("g++", "clang++")), None)
     if command is None:
-        names = " or ".join(shlex.join(command) for command in commands)
         return Provider(
-            False, reason=f"{names} is not on the path, so Inductor cannot compile for the CPU"
+            False,
+            reason="g++ or clang++ is not on the path, so Inductor cannot compile for the CPU",
         )
     shown = subprocess.run(
-        [*command, "--version"], capture_output=True, text=True, timeout=10, check=True
+        [command, "--version"], capture_output=True, text=True, timeout=10, check=True
     ).stdout
     return Provider(True, shown.partition("\n")[0])

@@ -15,13 +15,18 @@ log = logging.getLogger("atomc")
 
 def installed() -> dict[str, str]:
     """The versions of these libraries, without importing them."""
-    versions = {}
-    for name in TESTED:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    versions = {name: installed_version(name) for name in TESTED}
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution; None if it is not installed, or has no metadata, as a checkout
+    on the path.
+    """
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def is_tested(name: str, version: str) -> bool:

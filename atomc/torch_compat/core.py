@@ -22,29 +22,12 @@ from torch.utils._config_module import _UNSET_SENTINEL as NOT_SET
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import TensorWeakRef as WeakTensor
 
+# Names of torch that other modules import from here, besides those defined below.
 __all__ = [
-    "CONSTANTS_OF_MODULES",
     "FakeTensor",
     "FakeTensorMode",
-    "GraphFunction",
-    "Input",
-    "Outputs",
     "WeakTensor",
-    "autocast_is_on",
-    "changed_settings",
-    "compiler_variables",
-    "constant_in_traces",
-    "hooks_of",
-    "hooks_on_all_modules",
-    "is_static_input",
-    "modes_restored",
-    "outside_of_tracing",
     "profiler_is_on",
-    "storage_use_count",
-    "structured_trace",
-    "torch_modes_active",
-    "traces_structured",
-    "without_autocast",
     "without_torch_functions",
 ]
 

@@ -21,16 +21,6 @@ from atomc.torch_compat.tracing import sizes_stay_symbolic
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "Tracer",
-    "holds_mask",
-    "is_dtensor",
-    "local_tensor",
-    "mark_as_parameter",
-    "release_masks",
-    "replace_local",
-]
-
 
 def is_dtensor(x: object) -> TypeGuard["DTensor"]:
     """Whether x is a DTensor; does not import them."""

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONLike, JSONMapping
 from atomc.torch_compat.core import (
     FakeTensorMode,
     GraphFunction,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 # Names and values of torch._inductor.config.
-Patches = Mapping[str, JSONLike]
+Patches = JSONMapping
 
 
 # Inductor sets them where it compiles or loads its kernels: the folder of Triton's cache, the ptxas

@@ -7,8 +7,10 @@ from typing import Any
 from torch import nn
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
+NamedRoot = tuple[str, nn.Module]  # a name, and the root of the tree that has it
 
-def module_names() -> dict[int, tuple[str, nn.Module]]:
+
+def module_names() -> dict[int, NamedRoot]:
     """(name, root) of each module in the arguments of the function that Dynamo is compiling, by
     id: its name in the tree of the largest module that contains it. {} outside of a compile.
 
@@ -23,7 +25,7 @@ def module_names() -> dict[int, tuple[str, nn.Module]]:
     packed = code.co_flags & inspect.CO_VARARGS > 0, code.co_flags & inspect.CO_VARKEYWORDS > 0
     first = code.co_argcount + code.co_kwonlyargcount
     packs = set(code.co_varnames[first : first + sum(packed)])
-    roots: list[tuple[str, nn.Module]] = []
+    roots: list[NamedRoot] = []
     value: Any
     for name, value in root_tx.output.local_scope.items():
         if name in packs:
@@ -31,7 +33,7 @@ def module_names() -> dict[int, tuple[str, nn.Module]]:
             roots += (root for part in parts for root in _roots(part))
         else:
             roots += _roots(value)
-    names: dict[int, tuple[str, nn.Module]] = {}
+    names: dict[int, NamedRoot] = {}
     trees = [(root, list(root.named_modules(prefix=prefix))) for prefix, root in roots]
     for root, tree in sorted(trees, key=lambda entry: -len(entry[1])):
         for name, module in tree:
@@ -39,7 +41,7 @@ def module_names() -> dict[int, tuple[str, nn.Module]]:
     return names
 
 
-def _roots(value: Any, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _roots(value: Any, prefix: str = "") -> Iterator[NamedRoot]:
     if isinstance(value, nn.Module):
         yield prefix, value
     elif type(value) in (list, tuple, dict):

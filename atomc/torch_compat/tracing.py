@@ -5,7 +5,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import sympy
@@ -52,45 +52,15 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Names of torch that other modules import from here, besides those defined below.
 __all__ = [
-    "INVOKE_SUBGRAPH",
-    "Functional",
     "RestartAnalysis",
     "ShapeEnv",
     "ShortenTraceback",
     "TracingError",
-    "added_by_aot",
-    "argument_of",
-    "bounds",
-    "break_reason",
-    "compiled_code",
-    "compiled_function",
-    "continued_line",
-    "editable_copy",
-    "fake_mode_of",
-    "forget_region",
-    "functional_graph",
-    "guards_hold",
-    "guards_of",
-    "lifted_floats",
     "make_fx",
-    "mark_unbacked",
-    "nested_compile_region",
-    "new_unbacked_size",
-    "num_guards",
-    "number_of_call",
-    "raised_unwrapped",
-    "recompile_reason",
-    "runs_in_grad_mode",
-    "size_facts",
-    "sizes_stay_symbolic",
-    "source_name",
     "statically_known_true",
     "sym_eq",
-    "trace_with_symbolic_sizes",
-    "tracing_context",
-    "with_fresh_code",
-    "without_new_guards",
 ]
 
 mark_unbacked = torch._dynamo.decorators.mark_unbacked
@@ -176,11 +146,10 @@ def compiled_function() -> str:
     """The qualified name of the function that Dynamo is compiling: "Block.forward", where Block is
     the class of the module, which may inherit the function; "" outside of a compile.
     """
-    frame = _compile_frame()
-    code = frame.f_locals.get("code") if frame is not None else None
-    if frame is None or not isinstance(code, types.CodeType):
+    code = compiled_code()
+    if code is None:
         return ""
-    module = (frame.f_locals.get("locals") or {}).get("self")
+    module = (_names_of_compile().get("locals") or {}).get("self")
     if isinstance(module, torch.nn.Module) and "<locals>" not in code.co_qualname:
         return f"{type(module).__qualname__}.{code.co_name}"
     return code.co_qualname
@@ -188,8 +157,7 @@ def compiled_function() -> str:
 
 def compiled_code() -> types.CodeType | None:
     """The code that Dynamo is compiling; None outside of a compile."""
-    frame = _compile_frame()
-    code = frame.f_locals.get("code") if frame is not None else None
+    code = _names_of_compile().get("code")
     return code if isinstance(code, types.CodeType) else None
 
 
@@ -222,15 +190,15 @@ def number_of_call() -> int:
     return number
 
 
-def _compile_frame() -> types.FrameType | None:
-    """The frame of Dynamo's function that compiles a function."""
+def _names_of_compile() -> Mapping[str, Any]:
+    """The local names of Dynamo's function that compiles a function; {} outside of a compile."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if code.co_name == "_compile" and code.co_filename.endswith("convert_frame.py"):
-            return frame
+            return frame.f_locals
         frame = frame.f_back
-    return None
+    return {}
 
 
 @contextlib.contextmanager
