@@ -57,7 +57,7 @@ def inline_floats(gm: GraphModule) -> None:
 def _fold_item_calls(gm: GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_method", target="item"):
         number = node.args[0]
-        if isinstance(number, float) or (isinstance(number, Node) and _reads_number(number)):
+        if isinstance(number, float) or (isinstance(number, Node) and is_item(number)):
             replace_uses(node, number)
             gm.graph.erase_node(node)
     gm.recompile()
@@ -78,17 +78,17 @@ def _float_values(gm: GraphModule, floats: dict[int, float]) -> dict[Node, float
         reader: value
         for node, value in values_by_node.items()
         for reader in node.users
-        if _reads_number(reader)
+        if is_item(reader)
     }
 
 
-def _reads_number(node: Node) -> bool:
+def is_item(node: Node) -> bool:
     return node.op == "call_method" and node.target == "item"
 
 
 def _make_constant(node: Node, value: float) -> None:
     for reader in list(node.users):
-        if _reads_number(reader):
+        if is_item(reader):
             replace_uses(reader, value)
             reader.graph.erase_node(reader)
     if not isinstance(node.meta.get("example_value"), Tensor):

@@ -15,6 +15,7 @@ from torch._prims_common import get_computation_dtype
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Target
 
+from atomc.capture.floats import is_item
 from atomc.graph.canonical import value
 from atomc.graph.edit import insert
 from atomc.graph.node_record import record_of
@@ -68,7 +69,7 @@ def constant_floats(gm: GraphModule, inputs: Sequence[Input]) -> dict[int, float
 
 def _is_variable(placeholder: Node) -> bool:
     """Whether only arithmetic reads a float input."""
-    return all(_is_item(reader) and _only_arithmetic_reads(reader) for reader in placeholder.users)
+    return all(is_item(reader) and _only_arithmetic_reads(reader) for reader in placeholder.users)
 
 
 def _only_arithmetic_reads(number: Node) -> bool:
@@ -81,10 +82,6 @@ def _only_arithmetic_reads(number: Node) -> bool:
         )
         for reader in number.users
     )
-
-
-def _is_item(node: Node) -> bool:
-    return node.op == "call_method" and node.target == "item"
 
 
 def _is_number(node: Node) -> bool:
@@ -151,7 +148,7 @@ def _read_tensors(graph: Graph, reader: Node) -> None:
     def tensor(number: Node) -> Node:
         """A number in float64, computed here: in the layer of its reader."""
         source = number.args[0]
-        if _is_item(number):
+        if is_item(number):
             assert isinstance(source, Node)
             return source
         copy = graph.node_copy(number, lambda x: tensor(x) if _is_number(x) else x)

@@ -9,7 +9,7 @@ JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | Non
 JSONLike: TypeAlias = (
     "bool | int | float | str | Sequence[JSONLike] | Mapping[str, JSONLike] | None"
 )
-JSONMapping: TypeAlias = "Mapping[str, JSONLike]"
+JSONMapping: TypeAlias = Mapping[str, JSONLike]
 JSONObject: TypeAlias = "dict[str, JSON]"
 
 # In the order in which they are checked: bool is an int, str a sequence.

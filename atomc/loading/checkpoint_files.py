@@ -1,7 +1,6 @@
 """Reads config.json and the headers of the weights of a checkpoint directory."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
@@ -9,7 +8,7 @@ import safetensors
 import torch
 
 from atomc.files.json_file import read_config, read_json
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.loading.limits import MAX_TENSORS, Stored, check_headers, check_sizes
 from atomc.loading.load_plan import FLOATS, first_names
 from atomc.quantization.config import QuantizationConfig
@@ -27,13 +26,13 @@ class Checkpoint(NamedTuple):
     """
 
     path: Path
-    config: Mapping[str, JSONLike]
+    config: JSONMapping
     stored: dict[str, Stored] | None
     dtype: torch.dtype
     quantization: QuantizationConfig | None
 
 
-def load_config(path: str | Path) -> Mapping[str, JSONLike]:
+def load_config(path: str | Path) -> JSONMapping:
     """config.json of a checkpoint directory. Raises FileNotFoundError if it is missing, ValueError
     for sizes beyond the limits.
     """
@@ -46,7 +45,7 @@ def load_config(path: str | Path) -> Mapping[str, JSONLike]:
     return config
 
 
-def config_dtype(config: Mapping[str, JSONLike]) -> torch.dtype | None:
+def config_dtype(config: JSONMapping) -> torch.dtype | None:
     """The dtype in config.json (transformers 5: `dtype`, older: `torch_dtype`), of a model with
     images maybe in its text_config; None if it has none. Raises ValueError for a name that is not a
     floating-point dtype.

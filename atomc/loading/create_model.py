@@ -1,6 +1,6 @@
 """Builds a model of a config.json: a class of atomc, or one of transformers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -8,13 +8,13 @@ from torch import nn
 from torch.fx.node import Argument
 from torch.overrides import TorchFunctionMode
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models import REGISTRY, architectures_of, model_class
 from atomc.stock import adapter
 
 
 def create_model(
-    config: Mapping[str, JSONLike],
+    config: JSONMapping,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     *,

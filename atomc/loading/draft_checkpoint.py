@@ -1,9 +1,9 @@
 """Whether a checkpoint has draft layers for multi-token prediction, and in which format."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.loading.checkpoint_files import Checkpoint
 from atomc.loading.load_plan import FLOATS
 from atomc.models import architectures_of, model_class
@@ -12,9 +12,7 @@ from atomc.models.mtp import WithDraftLayer
 from atomc.quantization.apply import Methods
 
 
-def check_draft_layers(
-    hf: Mapping[str, JSONLike], stored: Collection[str] | None, path: Path
-) -> None:
+def check_draft_layers(hf: JSONMapping, stored: Collection[str] | None, path: Path) -> None:
     """Raise ValueError if the checkpoint in `path` has no draft layers, or several, or if the class
     of its model cannot load one.
 

@@ -14,6 +14,8 @@ from atomc.quantization.apply import Methods
 from atomc.quantization.stored_size import stored_bytes, unquantized_bytes
 from atomc.weights.parameters import allocate_buffers, fill_randomly, parameter_names
 
+Parameters = list[tuple[str, ...]]  # the names of each
+
 
 def load_dummy(
     model: nn.Module,
@@ -48,7 +50,7 @@ def _fill_and_quantize(
     device: torch.device | str,
     sharding: Sharding | None,
     stage_names: OwnNames,
-) -> list[tuple[str, ...]]:
+) -> Parameters:
     """Fill and quantize the layers of these methods; the names of the parameters that are left."""
 
     def keep(layers: Sequence[str]) -> None:
@@ -70,9 +72,7 @@ def _fill_and_quantize(
     return parameters
 
 
-def _split(
-    parameters: list[tuple[str, ...]], layers: Iterable[str]
-) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+def _split(parameters: Parameters, layers: Iterable[str]) -> tuple[Parameters, Parameters]:
     """(the parameters of these layers, all others)."""
     inside = tuple(f"{layer}." for layer in layers)
     of_layers = [names for names in parameters if names[0].startswith(inside)]

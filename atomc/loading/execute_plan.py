@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from atomc.loading.cache_scales import set_cache_scale
 from atomc.loading.limits import Stored
-from atomc.loading.load_plan import Copy, Fill, LoadPlan, Quantize
+from atomc.loading.load_plan import Copy, Fill, LoadPlan, PlanEntry, Quantize
 from atomc.parallel.shard_slice import ShardSlice
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
@@ -64,7 +64,7 @@ def execute(
 
 
 def _fill(
-    entries: Sequence[Fill | Copy], model: nn.Module, device: torch.device | str, mmap: bool
+    entries: Sequence[PlanEntry], model: nn.Module, device: torch.device | str, mmap: bool
 ) -> Iterator[int]:
     """Read weights into parameters of the model; yields the bytes of each."""
     for names in dict.fromkeys(entry.names for entry in entries if isinstance(entry, Copy)):
@@ -105,16 +105,16 @@ def read_tensor(
 
 
 def read(
-    entries: Iterable[Fill | Copy], model: nn.Module, device: torch.device | str, mmap: bool
-) -> Iterator[tuple[Fill | Copy, Tensor]]:
+    entries: Iterable[PlanEntry], model: nn.Module, device: torch.device | str, mmap: bool
+) -> Iterator[tuple[PlanEntry, Tensor]]:
     """The weights of fills, in the planned shape and dtype, and those of copies, which are in the
     model's parameters by then. Read by several threads, in the order of completion.
     """
-    by_file: dict[Path, list[Fill | Copy]] = {}
+    by_file: dict[Path, list[PlanEntry]] = {}
     for entry in entries:
         by_file.setdefault(entry.stored.file, []).append(entry)
 
-    def placed(entry: Fill | Copy, weight: Tensor) -> tuple[Fill | Copy, Tensor]:
+    def placed(entry: PlanEntry, weight: Tensor) -> tuple[PlanEntry, Tensor]:
         if entry.cut is not None:  # of a mapped file, only the part is read
             weight = entry.cut.of(weight)
         if weight.dtype == torch.float8_e8m0fnu:
@@ -123,7 +123,7 @@ def read(
             return entry, copy_into(tensor_of(model, entry.names[0]), entry, weight)
         return entry, weight.to(device, entry.dtype).reshape(entry.shape)
 
-    def read_some(file: Path, group: list[Fill | Copy]) -> list[tuple[Fill | Copy, Tensor]]:
+    def read_some(file: Path, group: list[PlanEntry]) -> list[tuple[PlanEntry, Tensor]]:
         if not mmap:
             tensors = safetensors.torch.load(file.read_bytes())
             return [placed(entry, tensors[entry.stored.name]) for entry in group]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from atomc import cgroup
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import NUM_EXPERTS
 
 MAX_LAYERS = 512
@@ -45,7 +45,7 @@ class Stored(NamedTuple):
     name: str
 
 
-def check_sizes(config: Mapping[str, JSONLike], where: str = "") -> None:
+def check_sizes(config: JSONMapping, where: str = "") -> None:
     """Raise ValueError for a size in config.json, or in a nested config, beyond the limits."""
     _check_chosen(config, where)
     for name, value in config.items():
@@ -61,7 +61,7 @@ def check_sizes(config: Mapping[str, JSONLike], where: str = "") -> None:
                 )
 
 
-def _check_chosen(config: Mapping[str, JSONLike], where: str) -> None:
+def _check_chosen(config: JSONMapping, where: str) -> None:
     """Raise ValueError if num_experts_per_tok is 0 or more than the number of experts."""
     experts = next((config[name] for name in NUM_EXPERTS if config.get(name) is not None), None)
     per_token = config.get("num_experts_per_tok")
@@ -96,7 +96,7 @@ def _short(value: float) -> str:
     return text if len(text) <= 24 else f"{text[:8]}... ({len(text)} digits)"
 
 
-def check_layers(config: Mapping[str, JSONLike], stored: int) -> None:
+def check_layers(config: JSONMapping, stored: int) -> None:
     """Raise ValueError if config.json has more layers than the checkpoint has tensors."""
     for name, value in config.items():
         if LAYERS.fullmatch(name) and isinstance(value, int) and value > stored:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from atomc.loading.load_plan import Copy, Fill, LoadPlan, Quantize, QuantizeExperts
+from atomc.loading.load_plan import Copy, Fill, LoadPlan, PlanEntry, Quantize, QuantizeExperts
 from atomc.parallel.shard_slice import ShardSlice
 from atomc.weights.parameters import tensor_of
 
@@ -18,7 +18,7 @@ def part_of_plan(plan: LoadPlan, model: nn.Module, cuts: Mapping[str, ShardSlice
     cuts   name of a parameter -> how it is cut
     """
 
-    def parts(entries: Iterable[Fill | Copy]) -> list[Fill | Copy]:
+    def parts(entries: Iterable[PlanEntry]) -> list[PlanEntry]:
         entries_of_rank = (_part(entry, model, cuts.get(entry.names[0])) for entry in entries)
         return [entry for entry in entries_of_rank if entry is not None]
 
@@ -40,7 +40,7 @@ def _part_to_quantize(entry: Quantize, cuts: Mapping[str, ShardSlice]) -> Quanti
     return entry._replace(cut=cuts.get(f"{entry.layer}.weight"))
 
 
-def _part(entry: Fill | Copy, model: nn.Module, cut: ShardSlice | None) -> Fill | Copy | None:
+def _part(entry: PlanEntry, model: nn.Module, cut: ShardSlice | None) -> PlanEntry | None:
     """The part of an entry; None if another rank has it, or if it describes a full tensor."""
     owner, _, leaf = entry.names[0].rpartition(".")
     if not hasattr(model.get_submodule(owner), leaf):

@@ -74,6 +74,9 @@ class Copy(NamedTuple):
     cut: ShardSlice | None = None
 
 
+PlanEntry = Fill | Copy
+
+
 class Quantize(NamedTuple):
     """A stored weight, converted to this dtype, from which a linear layer is quantized.
 
@@ -90,7 +93,7 @@ class QuantizeExperts(NamedTuple):
     """The stored weights of the experts of a layer, which are quantized when all are read."""
 
     layer: str
-    entries: "tuple[Fill | Copy, ...]"
+    entries: tuple[PlanEntry, ...]
 
 
 class Scale(NamedTuple):
@@ -173,11 +176,11 @@ def _weights_to_quantize(
 
 
 def _split_experts(
-    entries: Iterable[Fill | Copy], layers: Iterable[str]
-) -> tuple[tuple[QuantizeExperts, ...], list[Fill | Copy]]:
+    entries: Iterable[PlanEntry], layers: Iterable[str]
+) -> tuple[tuple[QuantizeExperts, ...], list[PlanEntry]]:
     """The entries of each of these layers of experts, and all others."""
-    by_layer: dict[str, list[Fill | Copy]] = {layer: [] for layer in layers}
-    others: list[Fill | Copy] = []
+    by_layer: dict[str, list[PlanEntry]] = {layer: [] for layer in layers}
+    others: list[PlanEntry] = []
     for entry in entries:
         by_layer.get(entry.names[0].rpartition(".")[0], others).append(entry)
     return tuple(QuantizeExperts(layer, tuple(of)) for layer, of in by_layer.items()), others
@@ -188,7 +191,7 @@ def _is_transposed(model: nn.Module, name: str) -> bool:
     return leaf in getattr(model.get_submodule(owner), "STORED_TRANSPOSED", ())
 
 
-def _fill_or_copy(model: nn.Module, names: tuple[str, ...], stored: Stored) -> Fill | Copy:
+def _fill_or_copy(model: nn.Module, names: tuple[str, ...], stored: Stored) -> PlanEntry:
     tensor = tensor_of(model, names[0])
     if _is_transposed(model, names[0]):
         return Copy(names, stored, None)

@@ -4,14 +4,13 @@ All checks use the headers of the files and run before the first weight is read.
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.loading.cache_scales import mark_fp8_state
 from atomc.loading.checkpoint_files import (
     Checkpoint,
@@ -122,7 +121,7 @@ def load(
 
 def _opened(
     path: Path,
-    config: Mapping[str, JSONLike],
+    config: JSONMapping,
     dtype: torch.dtype | None,
     quantization: Request,
     *,

@@ -1,14 +1,13 @@
 """What a load does for transformers classes only: checks, and weights that transformers reads."""
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.loading.checkpoint_files import Checkpoint
 from atomc.loading.limits import check_buffers, check_memory, check_stored
 from atomc.parallel.division import Division
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("atomc")
 
 
-def decide_for_stock(
-    wanted: Request, path: Path, config: Mapping[str, JSONLike]
-) -> QuantizationConfig | None:
+def decide_for_stock(wanted: Request, path: Path, config: JSONMapping) -> QuantizationConfig | None:
     """As decide(); None, with a line in the log, for a format that only transformers can load."""
     stored = stored_config(path, config)
     method = stored.get("quant_method") if stored else None

@@ -14,6 +14,7 @@ from atomc import ops
 # Buffers of modules: which columns of its input this rank reads; the row of each expert, and its
 # row and its rank.
 COLUMNS, EXPERT_MAP, EXPERT_PLACES = "columns_of_rank", "expert_map", "expert_places"
+Args = tuple[Any, ...]  # of a module
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class SumOverRanks:
 
     group: str
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], partial: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, args: Args, partial: Tensor) -> Tensor:
         return ops.all_reduce.reference(partial, self.group)
 
 
@@ -30,7 +31,7 @@ class SumOverRanks:
 class ColumnsOfRank:
     """A hook that runs before a linear layer: of its whole input, the columns of this rank."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, module: nn.Module, args: Args) -> Args:
         x, *others = args
         return x.index_select(-1, module.get_buffer(COLUMNS)), *others
 
@@ -44,7 +45,7 @@ class ExpertsOfRank:
 
     nowhere: int
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, module: nn.Module, args: Args) -> Args:
         x, ids, weights, *others = args
         rows = module.get_buffer(EXPERT_MAP)
         # While kernels are loaded, no router runs, and ids are what was in memory.
@@ -62,7 +63,7 @@ class TokensOfRanks:
     size: int
     group: str
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, module: nn.Module, args: Args) -> Args:
         x, ids, weights, *others = args
         places = module.get_buffer(EXPERT_PLACES)
         sent = ops.dispatch_tokens(x, ids, weights, places, self.nowhere, self.size, self.group)
@@ -78,5 +79,5 @@ class ResultsOfRanks:
     size: int
     group: str
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], partial: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, args: Args, partial: Tensor) -> Tensor:
         return ops.combine_tokens(partial, self.size, self.group)

@@ -21,10 +21,6 @@ SIZES = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
 OF_CONVOLUTION = ("in_channels", "out_channels", "groups")
 
 
-def is_delta_net(module: nn.Module) -> bool:
-    return spelling_of(module) is not None
-
-
 def words_of(net: nn.Module) -> Mapping[str, str]:
     """Name of a projection or parameter of a gated delta net -> how it is divided, in the words of
     a plan. Its norm is whole.

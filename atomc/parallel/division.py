@@ -1,11 +1,11 @@
 """How a model is divided over processes: into stages, and within a stage by parts of layers."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.parallel import sizes
 from atomc.parallel.expert_placement import Placement
 from atomc.parallel.process_group import ALONE, Place
@@ -25,7 +25,7 @@ class Division:
     ep: bool = False
     placement: Placement = field(default_factory=dict)
 
-    def check(self, config: Mapping[str, JSONLike]) -> None:
+    def check(self, config: JSONMapping) -> None:
         """Raise ValueError if a model of this config.json does not divide."""
         tp, stage, experts = self.place
         sizes.check(config, tp.size if tp else 1, ep=self.ep)

@@ -49,10 +49,10 @@ def cuts_of_linear(layer: nn.Module, side: Side, cut: ShardSlice) -> Cuts:
     if isinstance(layer, QuantizedLinear):
         cuts = _cuts_of_scheme(layer, side, cut)
     else:
-        cuts = {"weight": ShardSlice(0 if side == "out" else 1, cut.parts, cut.index, cut.segments)}
+        cuts = {"weight": replace(cut, dim=0 if side == "out" else 1)}
         cuts["weight"].size_of(layer.get_parameter("weight").shape[cuts["weight"].dim])
     if side == "out" and layer._parameters.get("bias") is not None:
-        cuts["bias"] = ShardSlice(0, cut.parts, cut.index, cut.segments)
+        cuts["bias"] = replace(cut, dim=0)
     return cuts
 
 
@@ -121,37 +121,40 @@ def _changed(
             raise ValueError(
                 f"{name} of {list(shape)} does not divide into {cut.parts} parts of {list(smaller)}"
             )
-        cuts[name] = ShardSlice(dim + leading, cut.parts, cut.index, cut.segments)
+        cuts[name] = replace(cut, dim=dim + leading)
     return cuts
 
 
-def cuts_of_experts(module: nn.Module, size: int, rank: int) -> Cuts:
-    """The parameters of experts, each divided by its width. Raises ValueError if they cannot be."""
+def cuts_of_experts(module: nn.Module, cut: ShardSlice) -> Cuts:
+    """The parameters of experts, each divided by its width. Raises ValueError if they cannot be.
+
+    cut  of rows, of the first dimension
+    """
     if isinstance(module, QuantizedExperts):
-        return _cuts_of_quantized_experts(module, size, rank)
+        return _cuts_of_quantized_experts(module, cut)
     spec = spec_of(module)
     rows, columns = (2, 1) if spec.transposed else (1, 2)
-    width = ShardSlice(rows, size, rank, (1,) if spec.gate["interleaved"] else GATE_AND_UP)
-    cuts = {"gate_up_proj": width, "down_proj": ShardSlice(columns, size, rank)}
+    width = replace(cut, dim=rows, segments=(1,) if spec.gate["interleaved"] else GATE_AND_UP)
+    cuts = {"gate_up_proj": width, "down_proj": replace(cut, dim=columns)}
     if spec.has_bias:
-        cuts["gate_up_proj_bias"] = ShardSlice(1, size, rank, width.segments)
+        cuts["gate_up_proj_bias"] = replace(width, dim=1)
     for name, cut in cuts.items():
         cut.size_of(module.get_parameter(name).shape[cut.dim])
     return cuts
 
 
-def _cuts_of_quantized_experts(module: QuantizedExperts, size: int, rank: int) -> Cuts:
+def _cuts_of_quantized_experts(module: QuantizedExperts, cut: ShardSlice) -> Cuts:
     cuts: Cuts = {}
     for projection, (rows, columns) in sizes(module.spec).items():
         side = PROJECTIONS[projection]
         stored = [name for name, _ in module.named_children() if PROJECTIONS[name] == side]
         if stored:
             one = (rows // len(stored), columns)
-            cuts |= _cuts_of_stored(module, stored, one, side, ShardSlice(0, size, rank))
+            cuts |= _cuts_of_stored(module, stored, one, side, cut)
             continue
         in_two = side == "out" and not module.spec.gate["interleaved"]
-        cut = ShardSlice(0, size, rank, GATE_AND_UP if in_two else (1,))
-        cuts |= _cuts_of_stacked(module, projection, (rows, columns), side, cut)
+        width = replace(cut, segments=GATE_AND_UP if in_two else (1,))
+        cuts |= _cuts_of_stacked(module, projection, (rows, columns), side, width)
     return cuts
 
 
@@ -174,7 +177,7 @@ def _cuts_of_stored(
         have = {leaf for leaf, weight in child._parameters.items() if weight is not None}
         of_child = _changed(shapes(*size, dtype), shapes(*part, dtype), cut, have, 1)
         if side == "out" and "bias" in have:
-            of_child["bias"] = ShardSlice(1, cut.parts, cut.index)
+            of_child["bias"] = replace(cut, dim=1)
         cuts |= {f"{name}.{leaf}": child_cut for leaf, child_cut in of_child.items()}
     return cuts
 
@@ -195,18 +198,19 @@ def _cuts_of_stacked(
     cuts = _changed(full_shapes, part_shapes, cut, have)
     bias = f"{projection}_bias"
     if side == "out" and bias in held:
-        cuts[bias] = ShardSlice(1, cut.parts, cut.index, cut.segments)
+        cuts[bias] = replace(cut, dim=1)
     return cuts
 
 
-def cuts_by_expert(module: nn.Module, size: int, rank: int, ranks: Sequence[int] = ()) -> Cuts:
+def cuts_by_expert(module: nn.Module, cut: ShardSlice, ranks: Sequence[int]) -> Cuts:
     """The parameters of stacked experts, which are divided by expert.
 
+    cut    of the first dimension
     ranks  of each expert; empty: equal ranges of experts, by rank
     """
     num_experts = num_experts_of(module)
-    experts_of_rank = tuple(expert for expert, placed in enumerate(ranks) if placed == rank)
-    cut = ShardSlice(0, size, rank, members=experts_of_rank)
+    experts_of_rank = tuple(expert for expert, rank in enumerate(ranks) if rank == cut.index)
+    cut = replace(cut, members=experts_of_rank)
     try:
         cut.size_of(num_experts)
     except ValueError as error:

@@ -20,7 +20,7 @@ file: the last part of a name -> the word.
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -115,9 +115,10 @@ def _divide_by_expert(model: nn.Module, plan: ShardPlan) -> dict[str, str]:
     if not experts:
         raise ValueError(f"{type(model).__name__} has no experts to divide over ranks (ep)")
 
-    def is_part(name: str) -> bool:
-        return any(name.startswith(f"{owner}.") for owner in experts)
+    return without_parts(plan, experts) | dict.fromkeys(experts, "ep_dispatch_experts")
 
-    return {name: how for name, how in plan.items() if not is_part(name)} | dict.fromkeys(
-        experts, "ep_dispatch_experts"
-    )
+
+def without_parts(plan: ShardPlan, owners: Collection[str]) -> dict[str, str]:
+    """The plan for all but the parts of these modules."""
+    parts = tuple(f"{owner}." for owner in owners)
+    return {name: how for name, how in plan.items() if not name.startswith(parts)}

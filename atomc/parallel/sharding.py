@@ -3,14 +3,14 @@
 The three steps are apart, because a checkpoint is read between the first two and the last.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.experts import Experts
 from atomc.parallel import delta_nets, heads, latent_attention, layers, sizes
 from atomc.parallel.collectives import (
@@ -24,13 +24,14 @@ from atomc.parallel.collectives import (
     TokensOfRanks,
 )
 from atomc.parallel.expert_placement import Placement, check_placement, equal_ranges
-from atomc.parallel.layers import GATE_AND_UP, Side
+from atomc.parallel.layers import GATE_AND_UP, Cuts, Side
 from atomc.parallel.process_group import TensorParallel
-from atomc.parallel.shard_plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, ShardPlan, plan_of
+from atomc.parallel.shard_plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, plan_of, without_parts
 from atomc.parallel.shard_slice import ShardSlice
 from atomc.parallel.vocab import gather_logits, sum_lookups
 from atomc.quantization.experts import QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
+from atomc.stock.delta_net import is_delta_net
 from atomc.weights.parameters import assign, parameter_names, tensor_of
 
 # How the sides of linear layers are divided.
@@ -61,10 +62,10 @@ class Sharding:
     plan: dict[str, str]
     linears: dict[str, tuple[Side, ShardSlice]] = field(default_factory=dict)
     experts: dict[str, bool] = field(default_factory=dict)
-    tensors: dict[str, ShardSlice] = field(default_factory=dict)
+    tensors: Cuts = field(default_factory=dict)
     tables: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
-    keys: dict[str, ShardSlice] = field(default_factory=dict)
+    keys: Cuts = field(default_factory=dict)
     recurrent: list[str] = field(default_factory=list)
     dispatch: bool = False
     placement: Placement = field(default_factory=dict)
@@ -111,11 +112,9 @@ class Sharding:
         plan = plan_of(model, ep=ep)
         sizes.check(_fields(model), place.size, ep=ep)
         modules = dict(model.named_modules())
-        nets = [name for name, module in modules.items() if delta_nets.is_delta_net(module)]
+        nets = [name for name, module in modules.items() if is_delta_net(module)]
         latent = latent_attention.words_of(modules, plan)
-        sharding = cls(
-            model, place, _plan_of_others(plan, nets) | latent, placement=placement or {}
-        )
+        sharding = cls(model, place, without_parts(plan, nets) | latent, placement=placement or {})
         experts = tuple(f"{name}." for name, how in sharding.plan.items() if how in EXPERTS)
         for name, how in sharding.plan.items():
             if not name.startswith(experts):
@@ -127,6 +126,11 @@ class Sharding:
         sharding._keep_whole_if_shared()
         sharding.cuts()
         return sharding
+
+    @property
+    def part(self) -> ShardSlice:
+        """What this rank has of the first dimension of a tensor."""
+        return ShardSlice(0, self.place.size, self.place.rank)
 
     def _add(
         self, name: str, modules: dict[str, nn.Module], how: str, quantized: Collection[str]
@@ -167,7 +171,7 @@ class Sharding:
     def _add_tensor(self, name: str, how: str) -> None:
         if how != "colwise":
             raise ValueError(f"{name}: a parameter that is divided {how} is not supported")
-        self.tensors[name] = ShardSlice(0, self.place.size, self.place.rank)
+        self.tensors[name] = self.part
 
     def _add_experts(self, name: str, module: nn.Module, how: str) -> None:
         if not layers.is_known_experts(module):
@@ -185,13 +189,11 @@ class Sharding:
         check_placement(self.placement, number)
 
     def _add_linear(self, name: str, modules: dict[str, nn.Module], how: str) -> None:
-        side, place = SIDES[how], self.place
+        side = SIDES[how]
         owner, _, leaf = name.rpartition(".")
-        cut = ShardSlice(
-            0, place.size, place.rank, GATE_AND_UP if how == "packed_colwise" else (1,)
-        )
+        cut = replace(self.part, segments=GATE_AND_UP if how == "packed_colwise" else (1,))
         if side == "out" and leaf in heads.GROUPED:
-            cut = heads.kv_cut(modules[owner], place, owner) or cut
+            cut = heads.kv_cut(modules[owner], self.place, owner) or cut
         if side == "out" and leaf in heads.KEYS:
             self.keys[owner] = cut
         self.linears[name] = side, cut
@@ -224,16 +226,15 @@ class Sharding:
                     "this model cannot be divided over ranks"
                 )
 
-    def cuts(self, only: Collection[str] | None = None) -> dict[str, ShardSlice]:
+    def cuts(self, only: Collection[str] | None = None) -> Cuts:
         """Name of a parameter -> its part, of a model whose layers have their whole sizes.
 
         only  names of layers; None: of all, and bare parameters
         """
-        by_name: dict[str, ShardSlice] = {} if only is not None else dict(self.tensors)
-        size, rank = self.place.size, self.place.rank
+        by_name: Cuts = {} if only is not None else dict(self.tensors)
         for name in self.tables if only is None else ():
             for leaf, weight in self.model.get_submodule(name).named_parameters(recurse=False):
-                by_name[f"{name}.{leaf}"] = cut = ShardSlice(0, size, rank, padded=True)
+                by_name[f"{name}.{leaf}"] = cut = replace(self.part, padded=True)
                 cut.size_of(weight.shape[0])
         for name in (*self.linears, *self.experts):
             if only is not None and name not in only:
@@ -244,15 +245,15 @@ class Sharding:
                     of_layer = layers.cuts_of_linear(module, *self.linears[name])
                 elif self.experts[name]:
                     ranks = self.placement.get(name, ())
-                    of_layer = layers.cuts_by_expert(module, size, rank, ranks)
+                    of_layer = layers.cuts_by_expert(module, self.part, ranks)
                 else:
-                    of_layer = layers.cuts_of_experts(module, size, rank)
+                    of_layer = layers.cuts_of_experts(module, self.part)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
             by_name |= {f"{name}.{leaf}": cut for leaf, cut in of_layer.items()}
         return {name: cut for name, cut in by_name.items() if cut.parts > 1}
 
-    def cut(self) -> dict[str, ShardSlice]:
+    def cut(self) -> Cuts:
         """Cut all parameters and give layers their sizes; how the parameters are cut."""
         cuts = self.cuts()
         cut_parameters(self.model, cuts)
@@ -332,29 +333,23 @@ class Sharding:
         module.register_forward_pre_hook(ColumnsOfRank())
 
 
-def _plan_of_others(plan: ShardPlan, owners: Collection[str]) -> dict[str, str]:
-    """The plan for all but these modules and their parts."""
-    parts = tuple(f"{owner}." for owner in owners)
-    return {name: how for name, how in plan.items() if not name.startswith(parts)}
-
-
 def _device(module: nn.Module) -> torch.device:
     """Where a buffer of the module belongs; the CPU for one on meta, whose values are not read."""
     device = next(module.parameters()).device
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _fields(model: nn.Module) -> Mapping[str, JSONLike]:
+def _fields(model: nn.Module) -> JSONMapping:
     """The fields of a model's config by their names in config.json."""
     config: Any = getattr(model, "config", None)
-    fields: Mapping[str, JSONLike]
+    fields: JSONMapping
     fields = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", {})
     return fields
 
 
 def cut_parameters(
     model: nn.Module,
-    cuts: dict[str, ShardSlice],
+    cuts: Cuts,
     parameters: Sequence[tuple[str, ...]] | None = None,
 ) -> None:
     """Replace parameters by their parts, in memory of their own.

@@ -4,7 +4,7 @@ before anything is loaded.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.models.config import NUM_EXPERTS
 
 # Fields whose values are divided, and what they count.
@@ -16,7 +16,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 MOST = 1024  # ranks that are tried for the sentence of what works
 
 
-def check(config: Mapping[str, JSONLike], size: int, *, ep: bool = False) -> None:
+def check(config: JSONMapping, size: int, *, ep: bool = False) -> None:
     """Raise ValueError if a model of this config.json does not divide over so many ranks, with the
     numbers that would work.
 
@@ -29,7 +29,7 @@ def check(config: Mapping[str, JSONLike], size: int, *, ep: bool = False) -> Non
         raise ValueError(f"{reason}; {_listed(works)}")
 
 
-def check_experts(config: Mapping[str, JSONLike], size: int) -> None:
+def check_experts(config: JSONMapping, size: int) -> None:
     """Raise ValueError if the experts of a model of this config.json do not divide over so many
     ranks, of which each has all the rest.
     """
@@ -54,7 +54,7 @@ def _listed(works: Sequence[int]) -> str:
     return f"{', '.join(others)} and {last} do" if others else "only 1 does"
 
 
-def check_stages(config: Mapping[str, JSONLike], stages: int) -> None:
+def check_stages(config: JSONMapping, stages: int) -> None:
     """Raise ValueError if a model of this config.json has fewer layers than stages."""
     layers = _count(_fields(config), *LAYERS)
     if layers is not None and layers < stages:
@@ -63,19 +63,19 @@ def check_stages(config: Mapping[str, JSONLike], stages: int) -> None:
         )
 
 
-def _fields(config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
+def _fields(config: JSONMapping) -> JSONMapping:
     """The fields of a config.json, or of its language model."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else config
 
 
-def _count(fields: Mapping[str, JSONLike], *names: str) -> int | None:
+def _count(fields: JSONMapping, *names: str) -> int | None:
     """The first of these fields that is a positive integer."""
     values = (fields.get(name) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _problems(fields: Mapping[str, JSONLike], size: int, ep: bool) -> Iterator[str]:
+def _problems(fields: JSONMapping, size: int, ep: bool) -> Iterator[str]:
     """Why so many ranks do not divide the model."""
     heads = _count(fields, HEADS)
     if heads is not None and heads % size:
@@ -94,7 +94,7 @@ def _problems(fields: Mapping[str, JSONLike], size: int, ep: bool) -> Iterator[s
     yield from _problems_of_widths(fields, size, ep)
 
 
-def _problems_of_widths(fields: Mapping[str, JSONLike], size: int, ep: bool) -> Iterator[str]:
+def _problems_of_widths(fields: JSONMapping, size: int, ep: bool) -> Iterator[str]:
     """Why so many ranks do not divide the widths of MLPs."""
     block = _block_of_scales(fields)
     for name in _widths(fields, ep):
@@ -110,7 +110,7 @@ def _problems_of_widths(fields: Mapping[str, JSONLike], size: int, ep: bool) -> 
             )
 
 
-def _widths(fields: Mapping[str, JSONLike], ep: bool) -> tuple[str, ...]:
+def _widths(fields: JSONMapping, ep: bool) -> tuple[str, ...]:
     """The fields with widths of MLPs that are divided."""
     names = (WIDTH, *SHARED_WIDTHS)
     if ep and _count(fields, *EXPERT_WIDTHS) is None:
@@ -118,7 +118,7 @@ def _widths(fields: Mapping[str, JSONLike], ep: bool) -> tuple[str, ...]:
     return names if ep else (*names, *EXPERT_WIDTHS)
 
 
-def _block_of_scales(fields: Mapping[str, JSONLike]) -> int:
+def _block_of_scales(fields: JSONMapping) -> int:
     """How many inputs or outputs of a linear layer share a scale, at least one."""
     stored = fields.get("quantization_config")
     if not isinstance(stored, Mapping):

@@ -3,7 +3,7 @@ experts call ops.moe_experts.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
+from atomc.quantization.config import unquantized_config
 from atomc.stock.delta_net import DELTA_NETS
 from atomc.stock.delta_net import LAYER_TYPE as LINEAR
 from atomc.stock.experts import experts_of, read_settings, register_experts
@@ -30,15 +31,10 @@ from atomc.weights.registry import parameter_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+# Names that other modules import from here, besides those defined below.
 __all__ = [
     "PREFIX",
     "StockModel",
-    "build",
-    "build_on_meta",
-    "empty_model",
-    "hf_class",
-    "load",
-    "wrap_stock",
 ]
 
 log = logging.getLogger("atomc")
@@ -85,7 +81,7 @@ def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> "type[PreTrai
 
 def build(
     cls: "type[PreTrainedModel]",
-    config: Mapping[str, JSONLike],
+    config: JSONMapping,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> "StockModel":
@@ -96,17 +92,14 @@ def build(
     return wrap_stock(model)
 
 
-def empty_model(
-    cls: "type[PreTrainedModel]", config: Mapping[str, JSONLike], dtype: torch.dtype
-) -> nn.Module:
+def empty_model(cls: "type[PreTrainedModel]", config: JSONMapping, dtype: torch.dtype) -> nn.Module:
     """A model of this class on meta without initialization, to read its sizes; takes less than a
     second for the largest models.
     """
     from transformers.initialization import no_init_weights
 
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    with torch.device("meta"), no_init_weights(), convert_to_value_error(cls):
-        model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
+    with torch.device("meta"), no_init_weights():
+        model = _new(cls, config, dtype)
     with convert_to_value_error(cls):
         model.tie_weights()  # which no_init_weights skips
     return model  # type: ignore[no-any-return]
@@ -134,7 +127,7 @@ def convert_to_value_error(cls: type) -> Iterator[None]:
 
 
 def build_on_meta(
-    cls: "type[PreTrainedModel]", config: Mapping[str, JSONLike], dtype: torch.dtype
+    cls: "type[PreTrainedModel]", config: JSONMapping, dtype: torch.dtype
 ) -> "StockModel":
     """A model with the weights in `path`, read and converted by transformers, wrapped."""
 
@@ -143,14 +136,19 @@ def build_on_meta(
             return None
         return parameter_of(parameter.to("meta"))
 
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
     hook = register_module_parameter_registration_hook(moved_to_meta)  # type: ignore[arg-type]
     try:
-        with convert_to_value_error(cls):
-            model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
+        model = _new(cls, config, dtype)
     finally:
         hook.remove()
     return wrap_stock(model)
+
+
+def _new(
+    cls: "type[PreTrainedModel]", config: JSONMapping, dtype: torch.dtype
+) -> "PreTrainedModel":
+    with convert_to_value_error(cls):
+        return cls._from_config(cls.config_class.from_dict(unquantized_config(config)), dtype=dtype)
 
 
 def load(

@@ -5,7 +5,7 @@ The loop over chunks that such a class has depends on the number of tokens, so a
 its forward: its parts stay, and it gets state handles.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from atomc import ops
 from atomc.models.gated_delta_net import Projected, recur
 from atomc.models.qwen3_5 import SplitDeltaNet
 from atomc.models.qwen3_next import PackedDeltaNet
-from atomc.stock.replaced_forwards import LayerKind
+from atomc.stock.replaced_forwards import Handles, LayerKind
 
 LAYER_TYPE = "linear_attention"  # of such layers in config.layer_types
 RECURRENCE = ("conv1d.weight", "conv1d.bias", "A_log", "dt_bias")
@@ -69,7 +69,7 @@ def mix(layer: Any, x: Tensor) -> Tensor:
     return mixed
 
 
-def _handles(layer: Any) -> Mapping[str, nn.Buffer]:
+def _handles(layer: Any) -> Handles:
     channels, _, taps = layer.conv1d.weight.shape
     heads = len(layer.A_log)
     return {
@@ -83,12 +83,12 @@ def _parameters(layer: nn.Module) -> Iterable[str]:
     return (*RECURRENCE, *parts)
 
 
-def _is_delta_net(module: nn.Module) -> bool:
+def is_delta_net(module: nn.Module) -> bool:
     return spelling_of(module) is not None
 
 
 DELTA_NETS = LayerKind(
-    _is_delta_net,
+    is_delta_net,
     mix,
     "ops.causal_conv1d and ops.gated_delta_rule",
     _handles,

@@ -3,7 +3,6 @@ Zamba2) through ops.causal_conv1d and ops.ssm_scan.
 """
 
 import math
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.stock.replaced_forwards import LayerKind
+from atomc.stock.replaced_forwards import Handles, LayerKind
 
 MODULES, PARAMETERS = ("in_proj", "conv1d", "out_proj"), ("A_log", "D", "dt_bias")
 KNOWN = frozenset(
@@ -24,9 +23,9 @@ KNOWN = frozenset(
 # Sizes of the compared one, by each name that a config has for it: 4 heads of 12 columns in 2
 # groups.
 SMALL = {
-    **dict.fromkeys(("hidden_size",), 24),
+    "hidden_size": 24,
     **dict.fromkeys(("mamba_expand", "expand"), 2),
-    **dict.fromkeys(("mamba_d_ssm",), 48),
+    "mamba_d_ssm": 48,
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"), 4),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim"), 12),
     **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 2),
@@ -43,7 +42,7 @@ def is_mixer(module: nn.Module) -> bool:
     )
 
 
-def _handles(mixer: Any) -> Mapping[str, nn.Buffer]:
+def _handles(mixer: Any) -> Handles:
     channels, _, taps = mixer.conv1d.weight.shape
     return {
         "conv_state": ops.conv_state(channels, taps),
@@ -97,16 +96,12 @@ def _complete(mixer: Any) -> None:
         mixer.mup_vector = nn.Buffer(torch.ones(1, 1, mixer.in_proj.out_features))
 
 
-def _parameters(_: Any) -> Iterable[str]:
-    return KNOWN
-
-
 MIXERS = LayerKind(
     is_mixer,
     mix,
     "ops.causal_conv1d and ops.ssm_scan",
     _handles,
-    _parameters,
+    lambda _: KNOWN,
     sizes=SMALL,
     tokens=20,
     complete=_complete,

@@ -23,6 +23,7 @@ OWN = ("cache", "cache_params", "past_key_values", "cu_seq_lens_q", "seq_idx")
 MASK = "attention_mask"  # [B, T], 0 for padding
 # Of the largest number in fp32: sums in another order.
 TOLERANCE = 1e-4
+Handles = Mapping[str, nn.Buffer]  # of state, by the names of a layer's attributes
 
 
 def _complete_nothing(layer: Any) -> None:
@@ -36,7 +37,7 @@ class LayerKind:
     has         whether a module is such a layer
     compute     what the layer makes of x [B, T, D] -> [B, T, D]
     ops         that `compute` calls, for sentences
-    handles     the state handles of a layer, by the names of its attributes
+    handles     of a layer
     parameters  the names of those that `compute` reads
     sizes       of the compared layer, by each name that a config has for it; with hidden_size
     tokens      of the comparison: more than a chunk has
@@ -47,7 +48,7 @@ class LayerKind:
     has: Callable[[nn.Module], bool]
     compute: Callable[[Any, Tensor], Tensor]
     ops: str
-    handles: Callable[[Any], Mapping[str, nn.Buffer]]
+    handles: Callable[[Any], Handles]
     parameters: Callable[[Any], Iterable[str]]
     sizes: Mapping[str, int]
     tokens: int

@@ -1,12 +1,11 @@
 """The short convolutions of transformers' classes (LFM2) through ops.causal_conv1d."""
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.stock.replaced_forwards import LayerKind
+from atomc.stock.replaced_forwards import Handles, LayerKind
 
 LAYER_TYPE = "conv"  # of such layers in config.layer_types
 MODULES = ("in_proj", "conv", "out_proj")
@@ -22,7 +21,7 @@ def _is_short_conv(module: nn.Module) -> bool:
     )
 
 
-def _handles(layer: Any) -> Mapping[str, nn.Buffer]:
+def _handles(layer: Any) -> Handles:
     channels, _, taps = layer.conv.weight.shape
     return {"conv_state": ops.conv_state(channels, taps)}
 
@@ -38,16 +37,12 @@ def mix(layer: Any, x: Tensor) -> Tensor:
     return mixed
 
 
-def _parameters(_: Any) -> Iterable[str]:
-    return PARAMETERS
-
-
 SHORT_CONVS = LayerKind(
     _is_short_conv,
     mix,
     "ops.causal_conv1d",
     _handles,
-    _parameters,
+    lambda _: PARAMETERS,
     sizes={"hidden_size": 24},
     tokens=12,
 )

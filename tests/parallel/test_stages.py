@@ -26,7 +26,7 @@ from atomc.parallel.stages import StageModel, cut_stage
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.block_groups import BlockGroups
 from atomc.runtime.execution.capacity import Capacity
-from atomc.runtime.execution.micro_batches import micro_batches
+from atomc.runtime.execution.pipeline import micro_batches
 from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 from atomc.stock.adapter import wrap_stock
 
