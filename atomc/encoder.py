@@ -4,7 +4,7 @@ called without Dynamo's guards.
 P patches of W values, I tokens of images, E width of an image token's embedding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from atomc.cache.compiled import weight_inputs
 from atomc.cache.model_cache import CompiledModel
 from atomc.compiler.cudagraphs import why_syncing
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.ops.inputs import PatchInputs
 from atomc.options import Options
 from atomc.platform import Platform
@@ -100,7 +100,7 @@ NAMES = ("pixels", *PatchInputs._fields)
 @with_freed_parameters
 def compile_encoder(
     model: nn.Module,
-    options: Mapping[str, JSONLike] | Options | None = None,
+    options: JSONMapping | Options | None = None,
     platform: Platform | None = None,
     *,
     owned: bool = False,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from atomc.cache.compiled import Compiled, weight_inputs
+from atomc.cache.compiled import weight_inputs
 from atomc.cache.model_cache import CompiledModel, ModelCache
 from atomc.errors import RunError
-from atomc.files.json_types import JSONLike
+from atomc.files.json_types import JSONMapping
 from atomc.ops.inputs import (
     TEXT,
     ExpertCounts,
@@ -49,9 +49,8 @@ class Program:
     """model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], as one callable of a
     Step.
 
-    inputs  for each input of Dynamo's graph the tensor of the model, None for an input of the step
-    made    packed weights, then prepared weights (none for a model on meta)
-    follow  updates `made` after a user wrote weights; None if the program owns the weights
+    extra_weights  packed weights, then prepared weights (none for a model on meta)
+    follow  updates them after a user wrote weights; None if the program owns the weights
 
     specs   one StateSpec per layer with state, in graph order
     lora    the adapters' weights of its linear layers, if it was compiled with room for them
@@ -65,22 +64,24 @@ class Program:
     """
 
     takes = TEXT
-    key: str | None = None
     prepared_bytes: int = 0
     replaced_bytes: int = 0
 
     def __init__(
         self,
-        compiled: Compiled,
-        inputs: Sequence[Input | None],
+        model: nn.Module,
+        loaded: CompiledModel,
         extra_weights: Sequence[Weight],
         follow: Callable[[Sequence[Input | None]], list[Weight]] | None,
-        report: Report,
-        device: torch.device,
-        model: nn.Module,
     ):
+        compiled, inputs, self.report, self.key = (
+            loaded.compiled,
+            loaded.inputs,
+            loaded.report,
+            loaded.key,
+        )
         self.specs = tuple(compiled.state)
-        self.report, self.device = report, device
+        self.device = device = next(model.parameters()).device
         self.syncing = tuple(dict.fromkeys(compiled.syncing))
         self._call = compiled.call
         number = {name: i for i, name in enumerate(compiled.inputs)}
@@ -236,7 +237,7 @@ def _scale(model: nn.Module, spec: StateSpec, role: str, device: torch.device) -
 @with_freed_parameters
 def compile_model(
     model: nn.Module,
-    options: Mapping[str, JSONLike] | Options | None = None,
+    options: JSONMapping | Options | None = None,
     platform: Platform | None = None,
     observers: "Sequence[Callable[[str, GraphModule], None]]" = (),
     keep_texts: bool = False,
@@ -284,16 +285,8 @@ def compile_model(
         extra_weights = _made(weights, inputs, device, frees=frees)
         if weights.prepared_inputs and device.type != "meta":
             report.notes.append(weights.note(freed))
-        program = Program(
-            compiled,
-            inputs,
-            extra_weights,
-            None if owned else weights.refresh,
-            report,
-            device,
-            model,
-        )
-    program.key, program.prepared_bytes = loaded.key, weights.prepared_bytes(inputs)
+        program = Program(model, loaded, extra_weights, None if owned else weights.refresh)
+    program.prepared_bytes = weights.prepared_bytes(inputs)
     program.replaced_bytes, program.takes = freed, takes
     report.notes += _notes_of(model)
     publish(report, parsed)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from atomc.runtime.requests.request import (
@@ -75,22 +76,25 @@ class CompletionBuilder:
         )
 
 
+@dataclass(eq=False)
 class LLMCall:
     """The requests of one call, which are added to the engine in its first turn.
 
-    streams  whether the caller waits for each output, not only for the last
+    streams    whether the caller waits for each output, not only for the last
     builders   one per request, once they are added
     num_left   unfinished requests
     error      of the call as a whole
     abandoned  whether the caller has left
     """
 
-    def __init__(self, queries: Sequence[Query], *, streams: bool = False) -> None:
-        self.queries, self.streams = queries, streams
-        self.builders: list[CompletionBuilder] = []
-        self.num_left = sum(query.params.n for query in queries)
-        self.error: BaseException | None = None
-        self.abandoned = False
+    queries: Sequence[Query]
+    streams: bool = False
+    builders: list[CompletionBuilder] = field(default_factory=list)
+    error: BaseException | None = None
+    abandoned: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_left = sum(query.params.n for query in self.queries)
 
     @property
     def is_running(self) -> bool:
@@ -122,12 +126,11 @@ class LLMCall:
             error = self.error = None  # its traceback refers to this call
 
 
+@dataclass(eq=False)
 class ThreadCall(LLMCall):
     """A call whose thread waits for it."""
 
-    def __init__(self, queries: Sequence[Query], *, streams: bool = False) -> None:
-        super().__init__(queries, streams=streams)
-        self.changed = threading.Event()
+    changed: threading.Event = field(default_factory=threading.Event)
 
     def wake(self) -> None:
         self.changed.set()
@@ -136,8 +139,8 @@ class ThreadCall(LLMCall):
 class AsyncCall(LLMCall):
     """A call of the running event loop."""
 
-    def __init__(self, queries: Sequence[Query], *, streams: bool = False) -> None:
-        super().__init__(queries, streams=streams)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
 
     def wake(self) -> None:

@@ -4,7 +4,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from atomc.runtime.execution.worker import Worker
 from atomc.runtime.interrupts import interrupts_delayed
 from atomc.runtime.lora_adapters import LoraAdapters
 from atomc.runtime.processes.garbage_collection import gc_disabled
-from atomc.runtime.ranks.rank_failed import RankFailed
+from atomc.runtime.ranks.rank_failed import FailureHandler, RankFailed
 from atomc.runtime.ranks.rank_launcher import RankLauncher
 from atomc.runtime.requests.request import Output, Pooling, PromptImage, Request
 from atomc.runtime.requests.request_errors import (
@@ -47,9 +47,8 @@ from atomc.torch_compat.exceptions import out_of_memory
 if TYPE_CHECKING:  # needs pyzmq
     from atomc.runtime.ranks.executor import RankExecutor
 
+# Names that users import from here, besides those defined below.
 __all__ = [
-    "PHASES",
-    "Engine",
     "EngineConfig",
     "Output",
     "QueueFull",
@@ -113,7 +112,7 @@ class Engine:
         module: nn.Module | None = None,
         progress: bool = True,
         spare_cores: int = 0,
-        on_rank_failure: Callable[[RankFailed], None] | None = None,
+        on_rank_failure: FailureHandler | None = None,
         rank_launcher: RankLauncher | None = None,
     ) -> None:
         self.config = config
@@ -132,7 +131,6 @@ class Engine:
                 config,
                 phases,
                 module=module,
-                progress=progress,
                 spare_cores=spare_cores,
                 on_rank_failure=on_rank_failure,
                 rank_launcher=rank_launcher,

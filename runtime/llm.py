@@ -41,6 +41,10 @@ class ImagePrompt(TypedDict):
 # A message of a chat, in OpenAI's format.
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | ImagePrompt
+# For all prompts of a call, or one for each.
+Prompts = str | ImagePrompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None
+Adapters = str | Sequence[str | None] | None
 
 
 class LLM:
@@ -164,10 +168,10 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | ImagePrompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
         *,
-        lora: str | Sequence[str | None] | None = None,
+        lora: Adapters = None,
         progress: bool = False,
     ) -> list[Completion]:
         """params.n completions for each prompt, in the order of the prompts.
@@ -193,10 +197,10 @@ class LLM:
 
     async def agenerate(
         self,
-        prompts: str | ImagePrompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
         *,
-        lora: str | Sequence[str | None] | None = None,
+        lora: Adapters = None,
     ) -> list[Completion]:
         """As `generate`, in an event loop. A task that is cancelled aborts its requests."""
         call = AsyncCall(await asyncio.to_thread(self._queries, prompts, sampling_params, lora))
@@ -213,7 +217,7 @@ class LLM:
         self,
         token_ids: Sequence[Sequence[int]],
         *,
-        lora: str | Sequence[str | None] | None = None,
+        lora: Adapters = None,
         progress: bool = False,
     ) -> list[Tensor]:
         """The log-probability of each token but the first, given those before it: for n tokens
@@ -244,12 +248,12 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        lora: str | Sequence[str | None] | None = None,
+        lora: Adapters = None,
         progress: bool = False,
     ) -> list[Completion]:
         """params.n completions for each chat, in the order of the chats.
@@ -420,9 +424,9 @@ class LLM:
 
     def _queries(
         self,
-        prompts: str | ImagePrompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        lora: str | Sequence[str | None] | None,
+        prompts: Prompts,
+        sampling_params: Params,
+        lora: Adapters,
     ) -> list[Query]:
         """The arguments of `generate`, one value per prompt. Raises ValueError as it does."""
         if isinstance(prompts, str | dict):

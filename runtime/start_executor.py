@@ -1,6 +1,5 @@
 """Starts what executes the steps of an engine: a worker in this process, or a group of ranks."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -8,7 +7,7 @@ from torch import nn
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.timings import Phases
 from atomc.runtime.execution.worker import Worker
-from atomc.runtime.ranks.rank_failed import RankFailed
+from atomc.runtime.ranks.rank_failed import FailureHandler
 from atomc.runtime.ranks.rank_launcher import RankLauncher
 
 if TYPE_CHECKING:  # needs pyzmq
@@ -20,9 +19,8 @@ def start_executor(
     phases: Phases,
     *,
     module: nn.Module | None,
-    progress: bool,
     spare_cores: int,
-    on_rank_failure: Callable[[RankFailed], None] | None,
+    on_rank_failure: FailureHandler | None,
     rank_launcher: RankLauncher | None,
 ) -> "tuple[Worker | RankExecutor, Worker]":
     """The executor, and the worker of this process; arguments as in Engine.
@@ -30,7 +28,7 @@ def start_executor(
     Raises what Engine raises, and RuntimeError if memory runs out.
     """
     if config.num_ranks == 1:
-        worker = Worker(config, phases, module=module, progress=progress, spare_cores=spare_cores)
+        worker = Worker(config, phases, module=module, spare_cores=spare_cores)
         return worker, worker
     if module is not None:
         raise ValueError(
@@ -47,7 +45,6 @@ def start_executor(
     executor = RankExecutor(
         config,
         phases,
-        progress=progress,
         spare_cores=spare_cores,
         on_failure=on_rank_failure,
         launcher=rank_launcher,

@@ -15,6 +15,8 @@ SNAPSHOT_SHARE = 0.125  # of the memory of the caches, for snapshots of per-sequ
 # With one block per sequence, memory is reserved for the maximum length. If memory is short, prefer
 # fewer sequences of this length to more shorter ones.
 MIN_LENGTH = 2048
+# For each group of layers, the bytes per token of all its layers, and its window.
+Groups = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Capacity:
 
 def capacity(
     *,
-    groups: Sequence[tuple[int, int]],
+    groups: Groups,
     block_size: int | None,
     available: int,
     max_num_seqs: int,
@@ -49,7 +51,6 @@ def capacity(
     """The size of the caches: as configured, else as large as memory allows, but not more than
     max_num_seqs sequences can use.
 
-    groups           for each group of layers, the bytes per token of all its layers, and its window
     block_size       tokens per block of the layout; None: one block holds a whole sequence
     available        bytes to use if neither num_blocks nor kv_bytes is given
     longest          maximum sequence length of the model
@@ -146,7 +147,7 @@ def max_blocks_per_sequence(
 
 
 def _useful_blocks(
-    groups: Sequence[tuple[int, int]],
+    groups: Groups,
     max_num_seqs: int,
     length: int,
     block_size: int,
@@ -159,13 +160,13 @@ def _useful_blocks(
     ]
 
 
-def _max_blocks(counts: Sequence[int], groups: Sequence[tuple[int, int]]) -> int:
+def _max_blocks(counts: Sequence[int], groups: Groups) -> int:
     """Blocks of the longest sequence that fits: groups without a window hold all its tokens."""
     unwindowed = [count for count, (_, window) in zip(counts, groups, strict=True) if not window]
     return min(unwindowed or [max(counts)])
 
 
-def _equal_shares(room: int, groups: Sequence[tuple[int, int]], most: Sequence[int]) -> list[int]:
+def _equal_shares(room: int, groups: Groups, most: Sequence[int]) -> list[int]:
     """Number of blocks of each group: equal, but at most most[i], within `room` bytes for one token
     of each block.
     """
@@ -186,7 +187,7 @@ def _equal_shares(room: int, groups: Sequence[tuple[int, int]], most: Sequence[i
 
 
 def free_memory(
-    device: torch.device, utilization: float, activations: int, *, processes: int = 1
+    device: torch.device, utilization: float, activations: int, *, processes: int
 ) -> int:
     """Bytes available for the caches on the device.
 

@@ -132,7 +132,6 @@ class DraftRunner:
                 }.items()
             )
         ]
-        self.allocate()
         self.hidden = torch.zeros(batch.rows, draft.width, dtype=draft.dtype, device=batch.device)
 
     def allocate(self) -> None:

@@ -6,22 +6,21 @@ tables.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from atomc.ops import GroupStep, Step
 from atomc.ops.inputs import TEXT, ModelInputs
-from atomc.runtime.execution.lora.rows import LoraRows
+from atomc.runtime.execution.lora.rows import Array, LoraRows
 from atomc.runtime.execution.rope_positions import RopePositions
 from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
-Array = npt.NDArray[Any]
 Rows = TypeVar("Rows", Array, Tensor)
 Sizes = dict[str, int]
+Arrays = dict[str, Array]
 
 
 class StepShape(NamedTuple):
@@ -132,9 +131,9 @@ class InputBatch:
         to = self._views[self._turn]
         chunks = step.chunks if step is not None else ()
         S = len(chunks)
-        counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
-        starts = np.array([chunk.start for chunk in chunks], np.int64)
-        slots = np.array([chunk.slot for chunk in chunks], np.int64)
+        counts = _i64([chunk.num_tokens for chunk in chunks])
+        starts = _i64([chunk.start for chunk in chunks])
+        slots = _i64([chunk.slot for chunk in chunks])
         bounds = np.concatenate(([0], counts.cumsum()))
         T = int(bounds[-1])
         wanted = self._output_rows(chunks, bounds)
@@ -159,11 +158,11 @@ class InputBatch:
             self._write_image_masks(chunks, to, rows, bounds)
         if self.lora is not None:
             _fill(to["lora_rows"], np.repeat(self.lora.adapters(slots), counts), rows, -1)
-        _fill(to["tokens"], self._known_tokens(chunks, T), rows, 0)
+        _fill(to["tokens"], self._known_tokens(chunks), rows, 0)
         to["sources"][:rows] = np.arange(rows)
         placeholder = np.array([chunk.has_placeholder for chunk in chunks], bool)
         to["sources"][bounds[1:][placeholder] - 1] = self.rows + slots[placeholder]
-        num_samples = np.array([chunk.num_samples for chunk in chunks], np.int64)
+        num_samples = _i64([chunk.num_samples for chunk in chunks])
         to["sample_slots"][: num_samples.sum()] = np.repeat(slots, num_samples)
 
         self._update_tables(chunks, to)
@@ -275,19 +274,19 @@ class InputBatch:
         )
 
     def _write_drafts(
-        self, chunks: Sequence[Chunk], to: dict[str, Array], shape: StepShape, bounds: Array
+        self, chunks: Sequence[Chunk], to: Arrays, shape: StepShape, bounds: Array
     ) -> None:
         """Write what draft steps need. The sequences that sample come first, then padding."""
         following: list[int] = []
         for chunk in chunks:
             following.extend(chunk.tokens[1:])
             following.append(chunk.next_token)
-        _fill(to["next_tokens"], np.array(following, np.int64), shape.rows, 0)
+        _fill(to["next_tokens"], _i64(following), shape.rows, 0)
         drafting = [i for i, chunk in enumerate(chunks) if chunk.num_samples]
-        first = np.array([bounds[i + 1] - chunks[i].num_samples for i in drafting], np.int64)
+        first = _i64([bounds[i + 1] - chunks[i].num_samples for i in drafting])
         rows = [np.arange(start, bounds[i + 1]) for i, start in zip(drafting, first, strict=True)]
-        slots = np.array([chunks[i].slot for i in drafting], np.int64)
-        most = np.array([chunks[i].most_accepted for i in drafting], np.int64)
+        slots = _i64([chunks[i].slot for i in drafting])
+        most = _i64([chunks[i].most_accepted for i in drafting])
         if rows:
             sampled = np.concatenate(rows)
             to["sample_rows"][: len(sampled)] = sampled
@@ -301,7 +300,7 @@ class InputBatch:
     def _write_positions(
         self,
         chunks: Sequence[Chunk],
-        to: dict[str, Array],
+        to: Arrays,
         rows: int,
         indices: Array,
         bounds: Array,
@@ -317,7 +316,7 @@ class InputBatch:
             _fill(to["indices"], indices, rows, 0)
 
     def _write_image_masks(
-        self, chunks: Sequence[Chunk], to: dict[str, Array], rows: int, bounds: Array
+        self, chunks: Sequence[Chunk], to: Arrays, rows: int, bounds: Array
     ) -> None:
         """Write which rows are tokens of images, and which are before one in the same chunk."""
         mask = _image_mask(chunks, bounds)
@@ -327,7 +326,7 @@ class InputBatch:
             following[bounds[1:] - 1] = False
             _fill(to["next_is_image"], following, rows, False)
 
-    def _update_tables(self, chunks: Sequence[Chunk], to: dict[str, Array]) -> None:
+    def _update_tables(self, chunks: Sequence[Chunk], to: Arrays) -> None:
         """Write new blocks to the host tables, and their positions to the step."""
         for g, table in enumerate(self._tables):
             places, blocks = [], []
@@ -349,17 +348,17 @@ class InputBatch:
             _fill(to[f"new_places_{g}"], where, self.num_updates, padding)
             _fill(to[f"new_blocks_{g}"], what, self.num_updates, 0)
 
-    def _known_tokens(self, chunks: Sequence[Chunk], T: int) -> Array:
+    def _known_tokens(self, chunks: Sequence[Chunk]) -> Array:
         """The tokens of all rows; 0 for placeholders."""
         tokens: list[int] = []
         for chunk in chunks:
             tokens.extend(chunk.tokens)
             if chunk.has_placeholder:
                 tokens.append(0)
-        return np.array(tokens, np.int64)
+        return _i64(tokens)
 
     def _output_rows(self, chunks: Sequence[Chunk], bounds: Array) -> Array:
-        counts = np.array([chunk.num_output_rows for chunk in chunks], np.int64)
+        counts = _i64([chunk.num_output_rows for chunk in chunks])
         if counts.max(initial=0) <= 1:
             rows: Array = bounds[1:][counts > 0] - 1
             return rows
@@ -400,11 +399,15 @@ class InputBatch:
         i64["tokens"] = rows  # last field: `last_tokens` follows it on the device
         return flags, i32, i64
 
-    def _arrays(self, memory: Tensor) -> dict[str, Array]:
+    def _arrays(self, memory: Tensor) -> Arrays:
         return {
             name: memory[start:end].view(dtype).numpy()
             for name, (dtype, start, end) in self._fields.items()
         }
+
+
+def _i64(values: Sequence[int]) -> Array:
+    return np.array(values, np.int64)
 
 
 def _fill(to: Array, values: Array, size: int, padding: int) -> None:

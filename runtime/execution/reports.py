@@ -12,7 +12,7 @@ log = logging.getLogger("atomc")
 Lines = tuple[str, ...]
 
 
-def compare_reports(report: ReportData, stage: int = 0) -> None:
+def compare_reports(report: ReportData, stage: int) -> None:
     """Write into the notes of the report whether those of the other ranks are equal; if not, also
     into the log. All ranks of the default process group call this.
 

@@ -3,15 +3,12 @@ slots.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from atomc.models.mrope import mrope_positions
+from atomc.runtime.execution.lora.rows import Array
 from atomc.runtime.scheduling.step import Admission, Chunk
-
-Array = npt.NDArray[Any]
 
 
 class RopePositions:

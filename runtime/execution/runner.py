@@ -55,8 +55,6 @@ class Runner:
         num_groups, rows = len(groups_of(self.program.specs)), state_rows or StateRows(max_num_seqs)
         counts = [num_blocks] * num_groups if isinstance(num_blocks, int) else list(num_blocks)
         self._num_blocks, self._block_size, self._state_rows = counts, block_size, rows
-        self.draft: DraftRunner | None = None
-        self.allocate()
         self.input_batch = InputBatch(
             rows=max_num_rows,
             sequences=max_num_seqs + SPARE_SEQUENCES,
@@ -74,8 +72,10 @@ class Runner:
             name: VARIANTS[name](program, self.input_batch)
             for name, program in programs.steps.items()
         }
-        if programs.draft is not None:
-            self.draft = DraftRunner(programs.draft, self.input_batch, counts, rows.slots)
+        self.draft = programs.draft and DraftRunner(
+            programs.draft, self.input_batch, counts, rows.slots
+        )
+        self.allocate()
         self.pool: Pool | None = None  # of all graphs
         self._shape = StepShape(0, 0, 0, 0)  # of the step that ran last
         self._kind = "text"  # its variant

@@ -12,6 +12,7 @@ class Phases:
 
     def __init__(self, names: Sequence[str], *, progress: bool) -> None:
         self.seconds: dict[str, float] = {}
+        self.progress = progress
         # disable=None: no bar without a terminal.
         self._bar = tqdm(
             total=len(names), unit="phase", leave=False, disable=None if progress else True

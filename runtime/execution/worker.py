@@ -69,13 +69,12 @@ class Worker:
         phases: Phases,
         *,
         module: nn.Module | None = None,
-        progress: bool = True,
         spare_cores: int = 0,
         place: Place | None = None,
     ) -> None:
         self.config, self.place = config, place or Place()
         self.num_ranks = 1 if place is None else config.num_ranks
-        self.progress = progress
+        self.progress = phases.progress
         self.threads: Threads | None = None
         self._user_module: UserModule | None = None
         self._kernels = StepKernels(config)
@@ -84,7 +83,7 @@ class Worker:
         lora = lora_shape(config)
         try:
             with phases.phase("load"):
-                self.loaded = load(config, module, progress=progress, place=self.place)
+                self.loaded = load(config, module, progress=self.progress, place=self.place)
                 self.module = self.loaded.module
                 if module is not None:
                     self._user_module = UserModule(self.module, self._borrowed(module))
@@ -123,7 +122,7 @@ class Worker:
         """Raises ValueError unless a module of the user's has logits of the rows asked for."""
         if self.runner.input_batch.rows > 1 and not isinstance(self.module, StockModel):
             logits = self.runner.empty_step(StepShape(rows=2, sequences=1, wanted=1, columns=1))
-            check_logits(self.module, logits, num_rows=1)
+            check_logits(self.module, logits)
 
     def _set_threads(self, spare_cores: int) -> None:
         if next(self.module.parameters()).device.type != "cpu":
@@ -152,7 +151,7 @@ class Worker:
         # Before the scheduler's block pool: here, too many blocks fail before a list of them is
         # built.
         self._check_host()
-        self.runner = self._runner(self.limits)
+        self.runner = self._runner(self.limits.capacity, self.limits.state_rows)
         # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
         # offsets in a large cache.
         large = any(
@@ -194,17 +193,16 @@ class Worker:
             else StateRows(self._max_num_seqs, rewinds, size.snapshots),
         )
 
-    def _runner(self, limits: Limits) -> Runner:
+    def _runner(self, size: Capacity, state_rows: StateRows | None) -> Runner:
         """The runner of all programs, with caches of this size."""
-        size = limits.capacity
         return Runner(
             self.programs,
             num_blocks=self._groups.own_blocks(size),
             block_size=size.block_size,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_rows=limits.max_num_batched_tokens,
+            max_num_seqs=self._max_num_seqs,
+            max_num_rows=self._max_rows,
             max_columns=-(-size.max_model_len // size.block_size),
-            state_rows=limits.state_rows,
+            state_rows=state_rows,
         )
 
     def _check_host(self) -> None:
@@ -273,14 +271,13 @@ class Worker:
         device, block_size = self.program.device, block_size_of(self.program.specs)
         if device.type != "cuda" or block_size is None:
             return 0
-        windows, seqs, rows = self._groups.windows, self._max_num_seqs, self._max_rows
-        size = Capacity((1,) * len(windows), block_size, longest)
-        runner = self._runner(Limits(size, windows, seqs, rows, state_rows=StateRows(0)))
+        size = Capacity((1,) * len(self._groups.windows), block_size, longest)
+        runner = self._runner(size, StateRows(0))
         self._load_kernels(runner)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        logits = runner.padding_only(min(rows, seqs))
+        logits = runner.padding_only(min(self._max_rows, self._max_num_seqs))
         if self.samples:
             self.outputs.sampler(
                 self.outputs.whole(logits),

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,7 +29,7 @@ from atomc.runtime.ranks.messages import (
 )
 from atomc.runtime.ranks.monitor import Monitor
 from atomc.runtime.ranks.process_group import create_store, join
-from atomc.runtime.ranks.rank_failed import RankFailed
+from atomc.runtime.ranks.rank_failed import FailureHandler
 from atomc.runtime.ranks.rank_launcher import RankLauncher, place_of
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
 from atomc.runtime.scheduling.stats import sum_of_loads
@@ -60,10 +60,9 @@ class RankExecutor:
         config: EngineConfig,
         phases: Phases,
         *,
-        progress: bool = True,
-        spare_cores: int = 0,
-        on_failure: Callable[[RankFailed], None] | None = None,
-        launcher: RankLauncher | None = None,
+        spare_cores: int,
+        on_failure: FailureHandler | None,
+        launcher: RankLauncher | None,
     ) -> None:
         launcher = launcher or LocalLauncher()
         size = config.num_ranks
@@ -95,11 +94,9 @@ class RankExecutor:
             self._monitor.watch(launcher.start(settings))
             self._monitor.wait_done(IMPORTED)
             device = torch.device(configs[0].device or kind)
-            place = join(store, 0, device, tp=config.tp, pp=config.pp, data_ranks=config.data_ranks)
+            place = join(store, 0, device, config)
             with self._monitor.executing(LOADED):
-                self.worker = Worker(
-                    configs[0], phases, progress=progress, spare_cores=spare_cores, place=place
-                )
+                self.worker = Worker(configs[0], phases, spare_cores=spare_cores, place=place)
             workers.append(self.worker)
             self._monitor.wait_done(LOADED)
         except BaseException:  # Ctrl-C too: no process may remain

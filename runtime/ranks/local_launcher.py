@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.ranks.rank_launcher import device_type
 from atomc.runtime.ranks.rank_settings import RankSettings
 
 
@@ -20,18 +21,13 @@ class LocalLauncher:
     host: None = None
 
     def device_kind(self, config: EngineConfig) -> str:
-        device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if device.index is not None:
-            raise ValueError(
-                f"device is {device}, but {config.several_ranks}: set device to {device.type} (and "
-                "CUDA_VISIBLE_DEVICES to choose GPUs)"
-            )
-        if device.type == "cuda" and torch.cuda.device_count() < config.num_ranks:
+        kind = device_type(config)
+        if kind == "cuda" and torch.cuda.device_count() < config.num_ranks:
             raise ValueError(
                 f"{config.several_ranks}, and there are {torch.cuda.device_count()} GPUs: each "
                 "rank needs one"
             )
-        return device.type
+        return kind
 
     def device(self, kind: str, rank: int) -> str:
         return f"cuda:{rank}" if kind == "cuda" else kind

@@ -23,7 +23,7 @@ from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.endpoint import bind
 from atomc.runtime.ranks.messages import Command, CommandFailed, Done, Pulse, results_digest
 from atomc.runtime.ranks.process_group import abort_collectives, leave
-from atomc.runtime.ranks.rank_failed import RankFailed
+from atomc.runtime.ranks.rank_failed import FailureHandler, RankFailed
 from atomc.runtime.ranks.rank_launcher import RankHandle, place_of
 
 log = logging.getLogger("atomc")
@@ -59,7 +59,7 @@ class Monitor:
         self,
         size: int,
         step_seconds: float,
-        on_failure: Callable[[RankFailed], None] | None = None,
+        on_failure: FailureHandler | None = None,
         *,
         host: str | None = None,
     ) -> None:

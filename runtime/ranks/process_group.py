@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from atomc.errors import first_line
 from atomc.parallel.process_group import PipelineStage, Place, TensorParallel
+from atomc.runtime.config import EngineConfig
 from atomc.torch_compat import peer_memory
 
 log = logging.getLogger("atomc")
@@ -62,12 +63,11 @@ def open_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def join(
-    store: Store, rank: int, device: torch.device, *, tp: int, pp: int, data_ranks: int = 1
-) -> Place:
+def join(store: Store, rank: int, device: torch.device, config: EngineConfig) -> Place:
     """Create the default process group, of pp stages with tp ranks each, or of data-parallel ranks
     that share experts; returns when all ranks have joined.
     """
+    tp, pp = config.tp, config.pp
     on_gpu = device.type == "cuda"
     if on_gpu:
         open_device(device)
@@ -77,11 +77,11 @@ def join(
         "nccl" if on_gpu else "gloo",
         store=store,
         rank=rank,
-        world_size=pp * tp * data_ranks,
+        world_size=config.num_ranks,
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    if data_ranks > 1:
+    if config.data_ranks > 1:
         assert distributed.group.WORLD is not None
         return Place(experts=TensorParallel.of(distributed.group.WORLD))
     index, part = divmod(rank, tp)

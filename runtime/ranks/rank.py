@@ -99,15 +99,8 @@ class Rank:
         open_device(device)
         _send(self._reports, Done(of.rank, IMPORTED))
         self._began = LOADED
-        place = join(
-            store,
-            of.rank,
-            device,
-            tp=of.config.tp,
-            pp=of.config.pp,
-            data_ranks=of.config.data_ranks,
-        )
-        worker = Worker(of.config, Phases((), progress=False), progress=False, place=place)
+        place = join(store, of.rank, device, of.config)
+        worker = Worker(of.config, Phases((), progress=False), place=place)
         _send(self._reports, Done(of.rank, LOADED))
         return worker
 

@@ -31,6 +31,7 @@ from atomc.options import TorchrunPlace
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.processes.stderr_log import exit_process
 from atomc.runtime.ranks.process_group import TIMEOUT
+from atomc.runtime.ranks.rank_launcher import device_type
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
 
 log = logging.getLogger("atomc")
@@ -61,12 +62,8 @@ def check_place(config: EngineConfig, place: TorchrunPlace) -> None:
 
 
 def _device(config: EngineConfig, place: TorchrunPlace) -> str:
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.index is not None:
-        raise ValueError(
-            f"device is {device}, but {config.several_ranks}: set device to {device.type}"
-        )
-    return f"cuda:{place.local_rank}" if device.type == "cuda" else device.type
+    kind = device_type(config)
+    return f"cuda:{place.local_rank}" if kind == "cuda" else kind
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class TorchrunLauncher:
         return address
 
     def device_kind(self, config: EngineConfig) -> str:
-        return torch.device(_device(config, self.place)).type
+        return device_type(config)
 
     def device(self, kind: str, rank: int) -> str:
         """Another rank chooses by its number on its host."""

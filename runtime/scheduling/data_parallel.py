@@ -93,7 +93,7 @@ class DataParallelScheduler:
     def add(self, request: Request) -> None:
         self.refuse(request)
         if (waiting := len(self.waiting)) >= self.max_queue:
-            raise QueueFull(f"{waiting} requests wait already", retry_after=1.0)
+            raise QueueFull(f"{waiting} requests wait already")
         prompt = request.id.partition("/")[0]
         of_last, rank = self._last
         if prompt != of_last:

@@ -9,28 +9,22 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 
-from atomc.runtime.requests.request import PromptImage, overlapping
+from atomc.runtime.requests.request import Request, overlapping
 
 DIGEST = 16  # bytes: collisions are neither likely nor feasible to construct
 
 
-def extend_keys(
-    keys: list[bytes],
-    tokens: Sequence[int],
-    block_size: int,
-    salt: str | None,
-    images: Sequence[PromptImage] = (),
-    lora: int | None = None,
-) -> None:
-    """Append the missing keys of full blocks of `tokens`. lora: which load of an adapter."""
-    root = b"" if lora is None else b"lora %d " % lora
-    root += b"" if salt is None else b"salt " + salt.encode()
+def extend_keys(request: Request, block_size: int) -> None:
+    """Append the missing keys of full blocks of the request's tokens."""
+    root = b"" if request.lora is None else b"lora %d " % request.lora.identity
+    root += b"" if request.salt is None else b"salt " + request.salt.encode()
+    keys, tokens = request.keys, request.tokens
     for i in range(len(keys), len(tokens) // block_size):
         parent = keys[-1] if keys else _digest(root)
         start, end = i * block_size, (i + 1) * block_size
         content = array("q", tokens[start:end]).tobytes()
         # All tokens of images are equal: what they are is in the digest, and where in the start.
-        for image in overlapping(images, start, end):
+        for image in overlapping(request.images, start, end):
             content += array("q", [image.start, len(image.digest)]).tobytes() + image.digest
         keys.append(_digest(parent + content))
 

@@ -78,7 +78,7 @@ class PrefixSharing:
         shares = self.pool.shares and request.shares_prefix
         if request.num_cached_blocks >= full or not shares:
             return
-        self._extend_keys(request)
+        extend_keys(request, self.pool.block_size)
         for place in range(request.num_cached_blocks, full):
             key = request.keys[place]
             self.pool.cache(request.id, place, key)
@@ -110,21 +110,11 @@ class PrefixSharing:
         assert owners <= self.pool.owners, "keys of a request that is not running"
 
     def _match(self, request: Request) -> int:
-        self._extend_keys(request)
+        extend_keys(request, self.pool.block_size)
         keys = request.keys[: (len(request.tokens) - 1) // self.pool.block_size]
         if self.snapshots is not None:
             return self.snapshots.match(keys, self.pool.match)
         return self.pool.match(keys)
-
-    def _extend_keys(self, request: Request) -> None:
-        extend_keys(
-            request.keys,
-            request.tokens,
-            self.pool.block_size,
-            request.salt,
-            request.images,
-            None if request.lora is None else request.lora.identity,
-        )
 
     def _forget(self, key: bytes, request: Request) -> None:
         """The request does not compute the block with this key any more."""

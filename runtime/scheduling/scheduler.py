@@ -25,9 +25,10 @@ MOST_SCORED_ROWS = 128
 class QueueFull(Exception):
     """The queue is full. what: of what there is too much; retry_after: seconds."""
 
-    def __init__(self, what: str, retry_after: float) -> None:
-        super().__init__(f"{what}, the queue takes no more: try again in {retry_after:.0f} s")
-        self.retry_after = retry_after
+    retry_after = 1.0
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}, the queue takes no more: try again in {self.retry_after:.0f} s")
 
 
 class Scheduler:
@@ -179,10 +180,10 @@ class Scheduler:
         """Queue a request. Raises what `refuse` raises, and QueueFull if too many wait."""
         self.refuse(request)
         if len(self.waiting) >= self.max_queue:
-            raise QueueFull(f"{len(self.waiting)} requests wait already", retry_after=1.0)
+            raise QueueFull(f"{len(self.waiting)} requests wait already")
         if not self.pixels.has_room(request.images):
             held = f"images of {len(self.requests)} requests take {self.pixels.num_bytes} bytes"
-            raise QueueFull(held, retry_after=1.0)
+            raise QueueFull(held)
         request.images = self.pixels.add(request.images)
         request.queued_since = time.monotonic()
         self.queues.add(request)

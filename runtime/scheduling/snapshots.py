@@ -35,21 +35,12 @@ class Snapshots:
     the least recently used of these is evicted for the next one.
 
     first, count   the rows (StateRows)
-    least, interval   LEAST_TOKENS and INTERVAL
 
     Without tensors; the rows are copied by `SequenceStates`.
     """
 
-    def __init__(
-        self,
-        first: int,
-        count: int,
-        block_size: int,
-        *,
-        least: int = LEAST_TOKENS,
-        interval: int = INTERVAL,
-    ) -> None:
-        self.block_size, self.least, self.interval = block_size, least, interval
+    def __init__(self, first: int, count: int, block_size: int) -> None:
+        self.block_size, self.least, self.interval = block_size, LEAST_TOKENS, INTERVAL
         self._rows = range(first, first + count)
         self._free = list(reversed(self._rows))
         self._reserved: set[int] = set()

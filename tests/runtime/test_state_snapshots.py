@@ -383,17 +383,15 @@ def test_steps_that_fail_leave_the_states_before_drafts(drafting, monkeypatch):
 def scheduled(snapshots=2, drafts=False, max_num_batched_tokens=64, **config):
     """A scheduler of a model without blocks, and of snapshots of 4 tokens."""
     rows = StateRows(2, drafts, snapshots)
+    held = Snapshots(rows.first_snapshot, snapshots, 4)
+    vars(held).update({"least": 4, "interval": 8, **config})
     return Scheduler(
         BlockPool((), 4, (), shares=snapshots > 0),
         max_num_seqs=2,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=64,
         state_rows=rows,
-        snapshots=Snapshots(
-            rows.first_snapshot, snapshots, 4, **{"least": 4, "interval": 8, **config}
-        )
-        if snapshots
-        else None,
+        snapshots=held if snapshots else None,
     )
 
 
@@ -495,7 +493,8 @@ def test_the_least_recently_used_snapshot_is_evicted():
 
 
 def test_a_snapshot_is_used_only_with_all_blocks_before_it():
-    held = Snapshots(0, 2, 4, least=4, interval=4)
+    held = Snapshots(0, 2, 4)
+    held.least = held.interval = 4
     request = Request("a", list(range(12)), keys=[b"4", b"8", b"12"])
     request.snapshot_points = (4, 12)
     for end in (4, 12):

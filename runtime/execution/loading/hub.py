@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from atomc.errors import first_line
 from atomc.files.json_file import read_config
 
 # Configs, tokenizers, chat templates, and safetensors weights; no files that can contain code or
@@ -65,10 +66,6 @@ def _downloaded(name: str, weights: bool) -> Path:
         ) from error
     except HfHubHTTPError as error:
         raise ValueError(
-            f"{name} is not a directory, and downloading it failed: {_first_line(error)}"
+            f"{name} is not a directory, and downloading it failed: "
+            f"{first_line(error) or type(error).__name__}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -35,12 +35,12 @@ def check_forward(module: nn.Module) -> None:
         ) from None
 
 
-def check_logits(module: nn.Module, logits: Tensor, num_rows: int) -> None:
-    """Raises ValueError unless these can be the logits of this number of rows."""
-    if logits.dim() != 2 or len(logits) != num_rows:
+def check_logits(module: nn.Module, logits: Tensor) -> None:
+    """Raises ValueError unless these can be the logits [1, V] of a step of 2 tokens."""
+    if logits.dim() != 2 or len(logits) != 1:
         raise ValueError(
             f"{type(module).__name__} returns a tensor {list(logits.shape)} in a step of 2 tokens "
-            f"and {num_rows} row of logits; expected {CALLED_AS}. Return the logits of the rows "
+            f"and 1 row of logits; expected {CALLED_AS}. Return the logits of the rows "
             "that logits_rows names, such as head(x[logits_rows])"
         )
 

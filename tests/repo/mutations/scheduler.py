@@ -98,7 +98,12 @@ BUGS = [
         "return image.start - start or 1",
         IMAGE_CACHE,
     ),
-    bug("prefix_cache", "overlapping(images, start, end):", "():", f"{IMAGES} -k 'share_no_block'"),
+    bug(
+        "prefix_cache",
+        "overlapping(request.images, start, end):",
+        "():",
+        f"{IMAGES} -k 'share_no_block'",
+    ),
     bug(
         "prefix_cache",
         "[image.start, len(image.digest)]",
@@ -107,7 +112,7 @@ BUGS = [
     ),
     bug(
         "prefix_cache",
-        'b"" if lora is None else b"lora %d " % lora',
+        'b"" if request.lora is None else b"lora %d " % request.lora.identity',
         'b""',
         f"{LORA} -k 'one_load'",
     ),
@@ -123,7 +128,7 @@ BUGS = [
         "keys = request.keys[: len(request.tokens) // self.pool.block_size]",
         SCHEDULER,
     ),
-    bug("prefix_sharing", "request.lora.identity", "request.lora.number", f"{LORA} -k 'one_load'"),
+    bug("prefix_cache", "request.lora.identity", "request.lora.number", f"{LORA} -k 'one_load'"),
     bug(
         "prefix_sharing",
         "                self.snapshots.evict(key)\n",

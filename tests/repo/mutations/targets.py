@@ -249,7 +249,7 @@ runtime/execution/input_batch.py | runtime/scheduling/test_data_parallel.py | In
 runtime/execution/loading/hub.py | runtime/test_wrong_values.py -k 'no and config' | model_folder
 runtime/execution/lora/files.py | runtime/execution/test_lora_files.py | AdapterConfig.scale _pair
 runtime/execution/lora/rows.py | runtime/execution/test_lora.py -k 'mixed_batch' | LoraRows.update
-runtime/execution/micro_batches.py | parallel/test_stages.py | _piece
+runtime/execution/pipeline.py | parallel/test_stages.py | _piece
 runtime/execution/output_processor.py | runtime/ranks/test_ranks.py -k 'gather_no_logits' | OutputProcessor.sample _only_largest
 runtime/execution/output_processor.py | runtime/test_mtp.py -k 'exactly_its_average and 1.0' | _HostResults.result
 runtime/execution/reports.py | runtime/ranks/test_rank_reports.py -k 'log or their_stage'
@@ -259,8 +259,8 @@ runtime/execution/runner.py | runtime/ranks/test_pipeline.py -k 'outputs_of_one_
 runtime/execution/runner.py | runtime/test_sleep.py -k 'asleep_no or (asleep_no and drafts)' -m '' | Runner.free
 runtime/execution/runner.py | runtime/test_state_snapshots.py -k 'embeddings or (start_from_snapshots_give and some)' | Runner._staged
 runtime/execution/self_check.py | models/test_vision_models.py -k 'self_check' | own_attention
-runtime/execution/self_check.py | quantization/test_mla_quantized.py -k 'served_from and stock' | _own_logits
-runtime/execution/self_check.py | stock/test_stock_head.py -k 'compared_with' | _whole
+runtime/execution/self_check.py | quantization/test_mla_quantized.py -k 'served_from and stock' | SelfCheck._own_logits
+runtime/execution/self_check.py | stock/test_stock_head.py -k 'compared_with' | SelfCheck._whole
 runtime/execution/sequence_states.py | runtime/test_state_snapshots.py -k 'copy_moves' | SequenceStates.copy _runs
 runtime/execution/views/stock_head.py | stock/test_stock_head.py -k 'is_whole or needs_other' | separable_head
 runtime/execution/views/user_module.py | runtime/test_rollouts.py -k 'dropout or optimizer or other_storage or own_attention' | UserModule.traced UserModule.written

@@ -189,9 +189,9 @@ def test_limits_and_a_submitted_image_are_the_same_after_a_journey():
 
 
 def keys_of(images, tokens=(IMAGE,) * 12, block_size=4):
-    keys = []
-    extend_keys(keys, list(tokens), block_size, None, images)
-    return keys
+    request = Request("a", list(tokens), images=tuple(images))
+    extend_keys(request, block_size)
+    return request.keys
 
 
 def test_block_keys_say_which_image_is_where():
@@ -207,8 +207,9 @@ def test_block_keys_say_which_image_is_where():
     assert pair[0] == first[0] and pair[1] != first[1]
     # Keys that are extended later are those of all at once.
     keys = keys_of([image_at(6, 1)], [IMAGE] * 5)
-    extend_keys(keys, [IMAGE] * 12, 4, None, [image_at(6, 1)])
-    assert keys == keys_of([image_at(6, 1)])
+    request = Request("a", [IMAGE] * 12, images=(image_at(6, 1),), keys=keys)
+    extend_keys(request, 4)
+    assert request.keys == keys_of([image_at(6, 1)])
 
 
 class FollowingWorker:
