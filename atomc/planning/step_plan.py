@@ -117,10 +117,10 @@ def _compile_draft(
     model: Model, target: Program, platform: Platform, options: JSONMapping | None
 ) -> DraftProgram | None:
     """The draft model compiled like its target, which has the last report, too."""
-    draft, options = model.draft, _options(options, platform)
+    draft, parsed = model.draft, _options(options, platform)
     if draft is None:
         return None
-    return compile_draft(draft, target, options, model.drafts, owned=True, platform=platform)
+    return compile_draft(draft, target, parsed, model.drafts, owned=True, platform=platform)
 
 
 def _options(options: JSONMapping | None, platform: Platform) -> Options:

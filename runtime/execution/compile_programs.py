@@ -110,7 +110,7 @@ class ProgramCompiler:
             module,
             options,
             owned=self.owned,
-            before_free=self._check_of_stock and self._check_of_stock.record,
+            before_free=self._check_of_stock.record if self._check_of_stock else None,
             takes=self._takes,
         )
         steps, report, encoder, adapters = {"text": main}, main.report, None, None

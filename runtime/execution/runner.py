@@ -72,9 +72,9 @@ class Runner:
             name: VARIANTS[name](program, self.input_batch)
             for name, program in programs.steps.items()
         }
-        self.draft = programs.draft and DraftRunner(
-            programs.draft, self.input_batch, counts, rows.slots
-        )
+        self.draft: DraftRunner | None = None
+        if programs.draft is not None:
+            self.draft = DraftRunner(programs.draft, self.input_batch, counts, rows.slots)
         self.allocate()
         self.pool: Pool | None = None  # of all graphs
         self._shape = StepShape(0, 0, 0, 0)  # of the step that ran last
