@@ -94,6 +94,7 @@ def _local_input(argument: Input) -> Input:
     return local
 
 
+@dataclass(eq=False)
 class _OfProcess:
     """Calls a graph of local tensors with DTensors.
 
@@ -101,9 +102,12 @@ class _OfProcess:
     outputs  for each output, a DTensor like it, or None for one that is none
     """
 
-    def __init__(self, call: GraphFunction, kept: Sequence[int], outputs: Sequence[Tensor | None]):
-        self.call, self.kept, self.outputs = call, kept, outputs
-        self.returns_dtensors = any(like is not None for like in outputs)
+    call: GraphFunction
+    kept: Sequence[int]
+    outputs: Sequence[Tensor | None]
+
+    def __post_init__(self) -> None:
+        self.returns_dtensors = any(like is not None for like in self.outputs)
 
     def __call__(self, *args: Input) -> Outputs:
         inputs = [args[i] for i in self.kept]

@@ -7,7 +7,7 @@ torch functions.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -93,6 +93,7 @@ class Pool:
         return CapturedCall(graph, output, size)
 
 
+@dataclass(eq=False)
 class Graphed:
     """A callable that replays one graph per set of input shapes.
 
@@ -104,20 +105,15 @@ class Graphed:
              identify a graph
     """
 
-    def __init__(
-        self,
-        call: GraphFunction,
-        written: Sequence[int],
-        notes: list[str],
-        graphs: list[GraphRecord],
-        settle: Callable[[Sequence[Input]], Sequence[Tensor]] = lambda args: (),
-    ):
-        self.settle = settle
-        self.call, self.written, self.notes, self.graphs = call, sorted(written), notes, graphs
-        self.pool: Pool | None = None
-        self.static: list[int] | None = None  # set by the first call
-        self.copied: list[int] = []
-        self.captured: dict[Hashable, _GraphEntry | None] = {}
+    call: GraphFunction
+    written: Sequence[int]
+    notes: list[str]
+    graphs: list[GraphRecord]
+    settle: Callable[[Sequence[Input]], Sequence[Tensor]] = lambda args: ()
+    pool: Pool | None = None
+    static: list[int] | None = None  # set by the first call
+    copied: list[int] = field(default_factory=list)
+    captured: dict[Hashable, "_GraphEntry | None"] = field(default_factory=dict)
 
     def __call__(self, *args: Input) -> Outputs:
         if self.static is None:

@@ -1,12 +1,11 @@
 """How the parameters of one layer are cut, quantized or not.
 
-A side is what is divided: "out", the outputs of a linear layer or of a projection of experts, or
-"in", its inputs. Tensors of a quantization scheme follow: codes, and the scales of what is kept.
+A cut of a linear layer, or of a projection of experts, is one of its weight [N, K]: of its outputs,
+or of its inputs. Tensors of a quantization scheme follow: codes, and the scales of what is kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import nn
@@ -21,51 +20,44 @@ from atomc.quantization.scheme import Scheme
 # A tensor of checkpoints of compressed-tensors: [N, K] of the whole weight, which is not that of a
 # part.
 WHOLE_SHAPE = "weight_shape"
-Side = Literal["out", "in"]
+OUT, IN = 0, 1  # dimensions of a weight [N, K]
 GATE_AND_UP = (1, 1)  # segments of a cut
 Cuts = dict[str, ShardSlice]  # by the name of a parameter in its module
 # Attributes of experts of transformers with their width.
 WIDTHS = ("intermediate_dim", "intermediate_size", "expert_dim")
 # The projections of an expert, stacked or as they are stored, and what is divided with its width.
-PROJECTIONS: dict[str, Side] = {
-    "gate_up_proj": "out",
-    "gate_proj": "out",
-    "up_proj": "out",
-    "down_proj": "in",
-}
+PROJECTIONS = {"gate_up_proj": OUT, "gate_proj": OUT, "up_proj": OUT, "down_proj": IN}
 
 
 def is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear | QuantizedLinear)
 
 
-def cuts_of_linear(layer: nn.Module, side: Side, cut: ShardSlice) -> Cuts:
+def cuts_of_linear(layer: nn.Module, cut: ShardSlice) -> Cuts:
     """The parameters of a linear layer that are cut; the bias is, if the outputs are.
-
-    cut  of the weight [N, K], along its side
 
     Raises ValueError if the layer cannot be divided so.
     """
     if isinstance(layer, QuantizedLinear):
-        cuts = _cuts_of_scheme(layer, side, cut)
+        cuts = _cuts_of_scheme(layer, cut)
     else:
-        cuts = {"weight": replace(cut, dim=0 if side == "out" else 1)}
-        cuts["weight"].size_of(layer.get_parameter("weight").shape[cuts["weight"].dim])
-    if side == "out" and layer._parameters.get("bias") is not None:
-        cuts["bias"] = replace(cut, dim=0)
+        cuts = {"weight": cut}
+        cut.size_of(layer.get_parameter("weight").shape[cut.dim])
+    if cut.dim == OUT and layer._parameters.get("bias") is not None:
+        cuts["bias"] = cut
     return cuts
 
 
-def resize_linear(layer: nn.Module, side: Side, cut: ShardSlice) -> None:
+def resize_linear(layer: nn.Module, cut: ShardSlice) -> None:
     """Give a layer the numbers of its outputs and inputs, when its parameters are cut."""
-    name = "out_features" if side == "out" else "in_features"
+    name = "out_features" if cut.dim == OUT else "in_features"
     setattr(layer, name, cut.size_of(getattr(layer, name)))
     if cut.parts > 1:
         layer._parameters.pop(WHOLE_SHAPE, None)
 
 
-def _cuts_of_scheme(layer: QuantizedLinear, side: Side, cut: ShardSlice) -> Cuts:
-    """The tensors of a scheme whose shape depends on the side, stored or converted."""
+def _cuts_of_scheme(layer: QuantizedLinear, cut: ShardSlice) -> Cuts:
+    """The tensors of a scheme whose shape depends on what is cut, stored or converted."""
     method, size = layer.method, (layer.out_features, layer.in_features)
     dtype = torch.get_default_dtype()
     have = {name for name in layer._parameters if name != "bias"}
@@ -73,7 +65,7 @@ def _cuts_of_scheme(layer: QuantizedLinear, side: Side, cut: ShardSlice) -> Cuts
         full_shapes = shapes(*size, dtype)
         if have <= full_shapes.keys():
             break
-    part = _part_of(size, side, cut, method.scheme)
+    part = _part_of(size, cut, method.scheme)
     return _changed(full_shapes, shapes(*part, dtype), cut, have)
 
 
@@ -86,15 +78,14 @@ def _kinds_of_shapes(
     yield scheme.tensors
 
 
-def _part_of(size: tuple[int, int], side: Side, cut: ShardSlice, scheme: Scheme) -> tuple[int, int]:
+def _part_of(size: tuple[int, int], cut: ShardSlice, scheme: Scheme) -> tuple[int, int]:
     """(outputs, inputs) of a part. Raises ValueError if it would end within a block of scales."""
-    which = 0 if side == "out" else 1
-    part = cut.size_of(size[which])
-    block = scheme.block_sizes[which]
-    lengths = cut.lengths(size[which])
+    part = cut.size_of(size[cut.dim])
+    block = scheme.block_sizes[cut.dim]
+    lengths = cut.lengths(size[cut.dim])
     split = next((length for length in lengths if length // cut.parts % block), None)
     if split is not None:
-        kind = "outputs" if side == "out" else "inputs"
+        kind = "outputs" if cut.dim == OUT else "inputs"
         most = min(lengths) // block
         works = [
             n for n in range(1, most + 1) if not any(length % (n * block) for length in lengths)
@@ -104,7 +95,7 @@ def _part_of(size: tuple[int, int], side: Side, cut: ShardSlice, scheme: Scheme)
             f"multiple of {block}, which share a scale of {scheme.description}; parts that work "
             f"are {', '.join(map(str, works)) or 'none but the whole'}"
         )
-    return (part, size[1]) if side == "out" else (size[0], part)
+    return (part, size[1]) if cut.dim == OUT else (size[0], part)
 
 
 def _changed(
@@ -146,15 +137,15 @@ def cuts_of_experts(module: nn.Module, cut: ShardSlice) -> Cuts:
 def _cuts_of_quantized_experts(module: QuantizedExperts, cut: ShardSlice) -> Cuts:
     cuts: Cuts = {}
     for projection, (rows, columns) in sizes(module.spec).items():
-        side = PROJECTIONS[projection]
-        stored = [name for name, _ in module.named_children() if PROJECTIONS[name] == side]
+        cut = replace(cut, dim=PROJECTIONS[projection])
+        stored = [name for name, _ in module.named_children() if PROJECTIONS[name] == cut.dim]
         if stored:
             one = (rows // len(stored), columns)
-            cuts |= _cuts_of_stored(module, stored, one, side, cut)
+            cuts |= _cuts_of_stored(module, stored, one, cut)
             continue
-        in_two = side == "out" and not module.spec.gate["interleaved"]
+        in_two = cut.dim == OUT and not module.spec.gate["interleaved"]
         width = replace(cut, segments=GATE_AND_UP if in_two else (1,))
-        cuts |= _cuts_of_stacked(module, projection, (rows, columns), side, width)
+        cuts |= _cuts_of_stacked(module, projection, (rows, columns), width)
     return cuts
 
 
@@ -162,7 +153,6 @@ def _cuts_of_stored(
     module: QuantizedExperts,
     children: list[str],
     size: tuple[int, int],
-    side: Side,
     cut: ShardSlice,
 ) -> Cuts:
     """Projections of experts as a checkpoint stores them: children whose parameters are [E, ...] of
@@ -170,24 +160,24 @@ def _cuts_of_stored(
     """
     method, dtype = module.method, torch.get_default_dtype()
     shapes = next(_kinds_of_shapes(method.scheme, method.format))
-    part = _part_of(size, side, cut, method.scheme)
+    part = _part_of(size, cut, method.scheme)
     cuts: Cuts = {}
     for name in children:
         child = module.get_submodule(name)
         have = {leaf for leaf, weight in child._parameters.items() if weight is not None}
         of_child = _changed(shapes(*size, dtype), shapes(*part, dtype), cut, have, 1)
-        if side == "out" and "bias" in have:
+        if cut.dim == OUT and "bias" in have:
             of_child["bias"] = replace(cut, dim=1)
         cuts |= {f"{name}.{leaf}": child_cut for leaf, child_cut in of_child.items()}
     return cuts
 
 
 def _cuts_of_stacked(
-    module: QuantizedExperts, projection: str, size: tuple[int, int], side: Side, cut: ShardSlice
+    module: QuantizedExperts, projection: str, size: tuple[int, int], cut: ShardSlice
 ) -> Cuts:
     """The tensors of a scheme, stacked."""
     scheme, dtype = module.method.scheme, torch.get_default_dtype()
-    part = _part_of(size, side, cut, scheme)
+    part = _part_of(size, cut, scheme)
     full_shapes, part_shapes = (
         stacked(projection, scheme.tensors(*rows_columns, dtype), module.spec.num_experts)
         for rows_columns in (size, part)
@@ -197,7 +187,7 @@ def _cuts_of_stacked(
     have = {name for name, (shape, _) in full_shapes.items() if held.get(name) == shape}
     cuts = _changed(full_shapes, part_shapes, cut, have)
     bias = f"{projection}_bias"
-    if side == "out" and bias in held:
+    if cut.dim == OUT and bias in held:
         cuts[bias] = replace(cut, dim=1)
     return cuts
 

@@ -24,7 +24,7 @@ from atomc.parallel.collectives import (
     TokensOfRanks,
 )
 from atomc.parallel.expert_placement import Placement, check_placement, equal_ranges
-from atomc.parallel.layers import GATE_AND_UP, Cuts, Side
+from atomc.parallel.layers import GATE_AND_UP, IN, OUT, Cuts
 from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.shard_plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, plan_of, without_parts
 from atomc.parallel.shard_slice import ShardSlice
@@ -34,9 +34,8 @@ from atomc.quantization.linear import QuantizedLinear
 from atomc.stock.delta_net import is_delta_net
 from atomc.weights.parameters import assign, parameter_names, tensor_of
 
-# How the sides of linear layers are divided.
-SIDES: dict[str, Side] = {"colwise": "out", "packed_colwise": "out", "rowwise": "in"}
-SIDES |= dict.fromkeys(SPLIT_INPUT, "in")
+# Which dimension of the weight of a linear layer is divided.
+SIDES = {"colwise": OUT, "packed_colwise": OUT, "rowwise": IN, **dict.fromkeys(SPLIT_INPUT, IN)}
 # Layers of whose results each rank gets all.
 TABLES = ("embedding_rowwise", *GATHERED)
 
@@ -45,7 +44,7 @@ TABLES = ("embedding_rowwise", *GATHERED)
 class Sharding:
     """How the layers of a model are divided.
 
-    linears   name -> how its weight [N, K] is cut, and its side
+    linears   name -> how its weight [N, K] is cut
     experts   name -> whether they are divided by expert
     tensors   bare parameters
     tables    embeddings and heads, divided by vocabulary, and other layers whose outputs are
@@ -60,7 +59,7 @@ class Sharding:
     model: nn.Module
     place: TensorParallel
     plan: dict[str, str]
-    linears: dict[str, tuple[Side, ShardSlice]] = field(default_factory=dict)
+    linears: Cuts = field(default_factory=dict)
     experts: dict[str, bool] = field(default_factory=dict)
     tensors: Cuts = field(default_factory=dict)
     tables: list[str] = field(default_factory=list)
@@ -192,12 +191,12 @@ class Sharding:
         side = SIDES[how]
         owner, _, leaf = name.rpartition(".")
         cut = replace(self.part, segments=GATE_AND_UP if how == "packed_colwise" else (1,))
-        if side == "out" and leaf in heads.GROUPED:
+        if side == OUT and leaf in heads.GROUPED:
             cut = heads.kv_cut(modules[owner], self.place, owner) or cut
-        if side == "out" and leaf in heads.KEYS:
+        if side == OUT and leaf in heads.KEYS:
             self.keys[owner] = cut
-        self.linears[name] = side, cut
-        if side == "in":
+        self.linears[name] = replace(cut, dim=side)
+        if side == IN:
             self.summed.append(name)
 
     def _add_delta_net(self, name: str, net: nn.Module) -> None:
@@ -208,18 +207,18 @@ class Sharding:
             if part in dict(net.named_parameters()):
                 self.tensors[path] = cut
             else:
-                self.linears[path] = SIDES[how], cut
+                self.linears[path] = replace(cut, dim=SIDES[how])
             if how == "rowwise":
                 self.summed.append(path)
             self.plan[path] = how
 
     def _check_keys(self, modules: dict[str, nn.Module]) -> None:
         """Raise ValueError for an attention layer whose output is cut, and its keys are not."""
-        for name, (side, _) in self.linears.items():
+        for name, cut in self.linears.items():
             owner = name.rpartition(".")[0]
             handle = modules[owner]._buffers.get("kv")
             of_heads = handle is not None and handle.dim() == 3 and owner not in self.keys
-            if side == "in" and of_heads and self.plan[name] == "rowwise":
+            if cut.dim == IN and of_heads and self.plan[name] == "rowwise":
                 raise ValueError(
                     f"{name} is divided by its inputs, but {owner} has none of "
                     f"{', '.join(heads.KEYS)}, whose outputs say which heads of keys a rank has: "
@@ -242,7 +241,7 @@ class Sharding:
             module = self.model.get_submodule(name)
             try:
                 if name in self.linears:
-                    of_layer = layers.cuts_of_linear(module, *self.linears[name])
+                    of_layer = layers.cuts_of_linear(module, self.linears[name])
                 elif self.experts[name]:
                     ranks = self.placement.get(name, ())
                     of_layer = layers.cuts_by_expert(module, self.part, ranks)
@@ -262,8 +261,8 @@ class Sharding:
 
     def resize(self) -> None:
         """Give layers the sizes and state handles of their parts."""
-        for name, (side, cut) in self.linears.items():
-            layers.resize_linear(self.model.get_submodule(name), side, cut)
+        for name, cut in self.linears.items():
+            layers.resize_linear(self.model.get_submodule(name), cut)
         for name, by_expert in self.experts.items():
             module = self.model.get_submodule(name)
             layers.resize_experts(module, self.place.size, by_expert=by_expert)

@@ -1,6 +1,7 @@
 """The result of planning, as data and as text."""
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from atomc.files.json_types import JSONLike
 from atomc.report.render.table import table
@@ -290,9 +291,9 @@ def _pipeline(plan: StepPlan) -> str:
             row.also or "-",
             _bytes_text(row.weights),
             _bytes_text(row.per_token),
-            _scaled(row.seconds, 1e3, 3),
+            _ms(row.seconds),
             f"{row.sent / 1e6:.3f}" if row.sent else "-",
-            _scaled(row.sent_seconds, 1e6, 2) if row.sent else "-",
+            _us(row.sent_seconds) if row.sent else "-",
         )
         for row in pipeline.stages
     ]
@@ -307,7 +308,7 @@ def _pipeline(plan: StepPlan) -> str:
         "least us",
     )
     lines = [
-        f"a step that goes through all stages: {_scaled(pipeline.seconds, 1e3, 3)} ms, with what "
+        f"a step that goes through all stages: {_ms(pipeline.seconds)} ms, with what "
         "they send to the next one; with many micro-batches, the slowest stage decides"
     ]
     if pipeline.fits is not None:
@@ -373,14 +374,14 @@ def _communication(plan: StepPlan) -> str:
             row.kind,
             str(row.calls),
             f"{row.sent / 1e6:.3f}",
-            _scaled(row.seconds, 1e6, 2),
+            _us(row.seconds),
             row.module_path,
         )
         for row in communication.collectives
     ]
     links, sent = "whose links are unknown", _bytes_text(communication.sent)
     if communication.link is not None:
-        took = _scaled(communication.seconds, 1e3, 3)
+        took = _ms(communication.seconds)
         links = f"{took} ms at {_bytes_text(communication.link)}/s"
     said = (
         f"a step has {communication.all_reduces} all-reduces of "
@@ -435,10 +436,10 @@ def _row(line: PlanRow, step: float | None, timed: bool) -> list[str]:
         line.kernel,
         str(line.calls),
         f"{line.bytes / 1e6:.3f}",
-        _scaled(line.least, 1e6, 2),
-        _scaled(line.seconds, 1e6, 2),
-        *([_scaled(line.timed, 1e6, 2)] if timed else []),
-        _scaled(in_step, 1e3, 3),
+        _us(line.least),
+        _us(line.seconds),
+        *([_us(line.timed)] if timed else []),
+        _ms(in_step),
         "-" if in_step is None or not step else f"{in_step / step:.0%}",
         line.module_path or "-",
     ]
@@ -453,9 +454,9 @@ def _sums(plan: StepPlan) -> str:
             for what in ("bytes", "least", "seconds", "timed")
         )
         text = f"{name}: {_bytes_text(moved or 0)}"
-        text += f", at least {_scaled(least, 1e3, 3)} ms" if least is not None else ""
-        text += f", {_scaled(seconds, 1e3, 3)} ms" if seconds is not None else ""
-        text += f", measured {_scaled(timed, 1e3, 3)} ms" if timed is not None else ""
+        text += f", at least {_ms(least)} ms" if least is not None else ""
+        text += f", {_ms(seconds)} ms" if seconds is not None else ""
+        text += f", measured {_ms(timed)} ms" if timed is not None else ""
         if layers_only and plan.layers and seconds is not None and moved is not None:
             text += (
                 f" ({plan.layers}, each {_bytes_text(moved / plan.layers)} and "
@@ -468,6 +469,9 @@ def _sums(plan: StepPlan) -> str:
 
 def _scaled(seconds: float | None, by: float, digits: int) -> str:
     return "-" if seconds is None else f"{seconds * by:.{digits}f}"
+
+
+_ms, _us = partial(_scaled, by=1e3, digits=3), partial(_scaled, by=1e6, digits=2)
 
 
 def _bytes_text(number: float) -> str:

@@ -108,6 +108,7 @@ class _VerdictData(TypedDict):
     limit: float
 
 
+@dataclass(eq=False)
 class SelfCheck:
     """The self-check of one model.
 
@@ -115,11 +116,10 @@ class SelfCheck:
            have the same verdict
     """
 
-    def __init__(
-        self, model: StockModel, options: Options, apart: LogitsOfRank | None = None
-    ) -> None:
-        self.model, self.options, self.apart = model, options, apart
-        self._reference: OwnForward | None = None
+    model: StockModel
+    options: Options
+    apart: LogitsOfRank | None = None
+    _reference: OwnForward | None = None
 
     def record(self, key: str | None, specs: Sequence[StateSpec], report: Report) -> None:
         """Compute all that `run` will need of the class's own forward, which cannot run after

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -346,11 +347,11 @@ class Worker:
                 self.encoder.place(step, states, embeddings)
         outputs = StepOutputs(step, states)
         if not step.pooled:
-            return LaunchedStep(self, outputs, self.runner.logits(step), sampled)
+            return LaunchedStep(self, outputs, sampled, self.runner.logits(step))
         hidden = self.runner.hidden(step)
         if self.samples:
             self.outputs.pool(outputs, hidden)
-        return LaunchedStep(self, outputs)
+        return LaunchedStep(self, outputs, sampled)
 
     @property
     def places(self) -> Mapping[int, str]:
@@ -415,29 +416,25 @@ class Worker:
         """There are no other processes."""
 
 
+@dataclass
 class LaunchedStep:
     """A launched step of a Worker.
 
-    logits   None for a pooling step
     sampled  the rows of a mask that are those of this worker
+    logits   None for a pooling step, and when it is sampled
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        outputs: StepOutputs,
-        logits: Tensor | None = None,
-        sampled: slice = slice(None),
-    ) -> None:
-        self._worker, self._outputs, self._logits = worker, outputs, logits
-        self._sampled = sampled
+    worker: Worker
+    outputs: StepOutputs
+    sampled: slice
+    logits: Tensor | None = None
 
     def sample(self, mask: Tensor | None = None) -> None:
-        logits, self._logits = self._logits, None
+        logits, self.logits = self.logits, None
         if logits is None:
             return
-        mask = None if mask is None else mask[self._sampled]
-        worker, outputs = self._worker, self._outputs
+        mask = None if mask is None else mask[self.sampled]
+        worker, outputs = self.worker, self.outputs
         # With speculation, the host knows all tokens before the next step.
         keeps, pipeline = not worker.config.speculative_tokens, worker.programs.pipeline
         if not pipeline.stage.is_last:
@@ -453,7 +450,7 @@ class LaunchedStep:
         worker.outputs.keep_drafts(outputs, worker.runner.propose(outputs.step, tokens))
 
     def results(self) -> list[Result]:
-        return self._outputs.results() if self._worker.samples else []
+        return self.outputs.results() if self.worker.samples else []
 
 
 def _check_names(options: Options) -> None:

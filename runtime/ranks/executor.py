@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -220,6 +220,7 @@ def _end(monitor: Monitor, workers: Sequence[Worker]) -> None:
     monitor.close()
 
 
+@dataclass(frozen=True)
 class LaunchedOnRanks:
     """A step that all ranks have launched as command `number`.
 
@@ -227,25 +228,24 @@ class LaunchedOnRanks:
     others   further ranks with results of the step
     """
 
-    def __init__(
-        self, monitor: Monitor, number: int, running: Launched, others: Sequence[int]
-    ) -> None:
-        self._monitor, self._number, self._running = monitor, number, running
-        self._others = others
+    monitor: Monitor
+    number: int
+    running: Launched
+    others: Sequence[int]
 
     def sample(self, mask: Tensor | None = None) -> None:
         content = (None, 0) if mask is None else (mask.cpu().numpy().tobytes(), len(mask))
-        with self._monitor.sending(
-            lambda number: SampleStep(number, self._number, *content), of_step=True
+        with self.monitor.sending(
+            lambda number: SampleStep(number, self.number, *content), of_step=True
         ):
-            self._running.sample(mask)
+            self.running.sample(mask)
 
     def results(self) -> list[Result]:
-        with self._monitor.sending(
-            lambda number: Collect(number, self._number), of_step=True
+        with self.monitor.sending(
+            lambda number: Collect(number, self.number), of_step=True
         ) as number:
-            results = self._running.results()
-            for done in self._monitor.wait_done(number, self._others):
+            results = self.running.results()
+            for done in self.monitor.wait_done(number, self.others):
                 results += done.results
-        self._monitor.collected(results)
+        self.monitor.collected(results)
         return results

@@ -16,6 +16,7 @@ from atomc.runtime.scheduling.step import Admission, Chunk, ImageRows, Scheduled
 SEED_BITS = 2**64 - 1
 
 
+@dataclass(eq=False)
 class Chunks:
     """Makes the chunks of running requests, and brings a request to where it is after one.
 
@@ -23,18 +24,12 @@ class Chunks:
     tokens; a benchmark sets it.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        prefixes: PrefixSharing,
-        counters: Counters,
-        *,
-        max_len: int,
-        state_rows: StateRows | None,
-    ) -> None:
-        self.pool, self.prefixes, self.counters, self.max_len = pool, prefixes, counters, max_len
-        self.state_rows = state_rows
-        self.forced: ForcedAcceptance | None = None
+    pool: BlockPool
+    prefixes: PrefixSharing
+    counters: Counters
+    max_len: int
+    state_rows: StateRows | None
+    forced: ForcedAcceptance | None = None
 
     def make(self, request: Request, count: int) -> Chunk:
         """The chunk of the next `count` tokens; marks them as computed."""

@@ -90,13 +90,7 @@ class Scheduler:
         self.max_len = min(max_model_len, pool.longest(2 * max_num_batched_tokens))
         self.queues = RequestQueues(max_num_seqs, by_priority=policy == "priority")
         self.prefixes = PrefixSharing(pool, snapshots, self.request_errors)
-        self.chunks = Chunks(
-            pool,
-            self.prefixes,
-            self.counters,
-            max_len=self.max_len,
-            state_rows=state_rows,
-        )
+        self.chunks = Chunks(pool, self.prefixes, self.counters, self.max_len, state_rows)
         self.images = ImageCache(images)
         self.pixels = PixelStore(image_queue_bytes)
         self._in_flight: deque[StepInFlight] = deque()
