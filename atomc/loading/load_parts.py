@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from atomc.loading.load_plan import Copy, Fill, LoadPlan, PlanEntry, Quantize, QuantizeExperts
+from atomc.loading.load_plan import Copy, Fill, LoadPlan, PlanEntry, QuantizeExperts
 from atomc.parallel.shard_slice import ShardSlice
 from atomc.weights.parameters import tensor_of
 
@@ -28,16 +28,13 @@ def part_of_plan(plan: LoadPlan, model: nn.Module, cuts: Mapping[str, ShardSlice
         fills=tuple(entry for entry in entries if isinstance(entry, Fill)),
         copies=tuple(entry for entry in entries if isinstance(entry, Copy)),
         quantized=tuple(
-            tuple(_part_to_quantize(entry, cuts) for entry in group) for group in plan.quantized
+            tuple(entry._replace(cut=cuts.get(f"{entry.layer}.weight")) for entry in group)
+            for group in plan.quantized
         ),
         experts=tuple(
             QuantizeExperts(layer, tuple(parts(of_layer))) for layer, of_layer in plan.experts
         ),
     )
-
-
-def _part_to_quantize(entry: Quantize, cuts: Mapping[str, ShardSlice]) -> Quantize:
-    return entry._replace(cut=cuts.get(f"{entry.layer}.weight"))
 
 
 def _part(entry: PlanEntry, model: nn.Module, cut: ShardSlice | None) -> PlanEntry | None:

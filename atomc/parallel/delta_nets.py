@@ -26,7 +26,8 @@ def words_of(net: nn.Module) -> Mapping[str, str]:
     a plan. Its norm is whole.
     """
     *projections, _norm, last = spelling_of(net) or ()
-    names = [*projections, "A_log", "dt_bias", *_parameters_of_convolution(net)]
+    convolution = (f"conv1d.{leaf}" for leaf, _ in net.get_submodule("conv1d").named_parameters())
+    names = [*projections, "A_log", "dt_bias", *convolution]
     words = {name: "packed_colwise" if _has_segments(name) else "colwise" for name in names}
     return words | {last: "rowwise"}
 
@@ -70,7 +71,3 @@ def resize(net: nn.Module, size: int) -> None:
 
 def _has_segments(name: str) -> bool:
     return name.partition(".")[0] in IN_SEGMENTS
-
-
-def _parameters_of_convolution(net: nn.Module) -> list[str]:
-    return [f"conv1d.{leaf}" for leaf, _ in net.get_submodule("conv1d").named_parameters()]

@@ -1,6 +1,5 @@
 """Loads the model of an EngineConfig, with its tokenizer and the settings of its config."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,9 +176,5 @@ def _eos_ids_of_module(module: nn.Module) -> frozenset[int]:
     for config in (getattr(inner, "generation_config", None), getattr(inner, "config", None)):
         token_ids = getattr(config, "eos_token_id", None)
         if token_ids is not None:
-            return _token_set(token_ids)
+            return frozenset([token_ids] if isinstance(token_ids, int) else token_ids)
     return frozenset()
-
-
-def _token_set(token_ids: int | Sequence[int]) -> frozenset[int]:
-    return frozenset([token_ids] if isinstance(token_ids, int) else token_ids)
