@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from atomc.cache.compiled import Compiled, Ranges
 from atomc.cache.generated import CompiledFunction
@@ -22,8 +22,7 @@ def assemble(
     state: Sequence[StateSpec],
 ) -> Compiled:
     """One callable of the functions for each range, which can be converted to plain data."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    inputs = [node for node in placeholders if record_of(node).extra is None]
+    inputs = _inputs(gm)
     ranges = _ranges(gm, len(inputs), lowered)
     return Compiled(
         profiled(
@@ -40,6 +39,11 @@ def assemble(
         ranges=ranges,
         plain=lambda: [function.plain() for function in functions],
     )
+
+
+def _inputs(gm: GraphModule) -> list[Node]:
+    """The inputs of the graph, without those that lowering added."""
+    return [x for x in gm.graph.find_nodes(op="placeholder") if record_of(x).extra is None]
 
 
 def _ranges(gm: GraphModule, num_inputs: int, lowered: Sequence[Lowered]) -> Ranges:

@@ -24,7 +24,6 @@ from atomc.runtime.execution.pipeline import PipelineLinks
 from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.runner import Runner
 from atomc.runtime.execution.self_check import SelfCheck
-from atomc.runtime.execution.variants import VARIANTS
 from atomc.runtime.execution.views.evaluation_mode import evaluation_mode
 from atomc.runtime.execution.views.headless_model import headless_model
 from atomc.runtime.execution.views.hidden_states import WithHiddenStates
@@ -91,10 +90,7 @@ class ProgramCompiler:
     def _compile(self, lora: LoraShape | None) -> Programs:
         config, pipeline = self.config, PipelineLinks()
         apart = self._leave_logits_apart()
-        checks_itself = config.self_check and self.place.stage is None
-        self._check_of_stock: SelfCheck | None = None
-        if checks_itself and isinstance(self.module, StockModel):
-            self._check_of_stock = SelfCheck(self.module, self._options, apart)
+        self._check_of_stock = check = self._new_self_check(apart)
         draft = draft_model_of(self.module) if config.speculative == "mtp" else None
         module = self.module if draft is None else WithHiddenStates(self.module, draft.reads)
         if (stage := self.place.stage) is not None:
@@ -110,10 +106,10 @@ class ProgramCompiler:
             module,
             options,
             owned=self.owned,
-            before_free=self._check_of_stock.record if self._check_of_stock else None,
+            before_free=check.record if check is not None else None,
             takes=self._takes,
         )
-        steps, report, encoder, adapters = {"text": main}, main.report, None, None
+        steps, report, encoder, adapters = dict[str, Program](), main.report, None, None
         if self._chose_eager:
             report.notes.append(EAGER_NOTE)
         if apart is not None:
@@ -132,7 +128,7 @@ class ProgramCompiler:
             adapters = LoraProgram(steps["adapters"], lora)
             report.notes.append(adapters.note)
         return Programs(
-            {name: steps[name] for name in VARIANTS if name in steps},
+            {**steps, "text": main},
             encoder,
             adapters,
             None
@@ -148,6 +144,11 @@ class ProgramCompiler:
             pipeline=pipeline,
             apart=apart,
         )
+
+    def _new_self_check(self, apart: LogitsOfRank | None) -> SelfCheck | None:
+        """Of a class of transformers that is no stage."""
+        model = self.module if self.config.self_check and self.place.stage is None else None
+        return SelfCheck(model, self._options, apart) if isinstance(model, StockModel) else None
 
     def _variant(self, module: nn.Module, options: Options, takes: ModelInputs) -> Program:
         """A program of its own for some steps: the others cost nothing more."""
