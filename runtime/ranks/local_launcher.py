@@ -10,8 +10,18 @@ from dataclasses import dataclass
 import torch
 
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.ranks.rank_launcher import device_type
 from atomc.runtime.ranks.rank_settings import RankSettings
+
+
+def device_type(config: EngineConfig) -> str:
+    """cpu or cuda. Raises ValueError for a config with one GPU: each rank has its own."""
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.index is not None:
+        raise ValueError(
+            f"device is {device}, but {config.several_ranks}: set device to {device.type} (and "
+            "CUDA_VISIBLE_DEVICES to choose GPUs)"
+        )
+    return device.type
 
 
 @dataclass(frozen=True)

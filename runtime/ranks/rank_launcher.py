@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from atomc.runtime.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -44,17 +42,6 @@ class RankLauncher(Protocol):
 
     def start(self, settings: "Sequence[RankSettings]") -> Mapping[int, RankHandle]:
         """Start a process for each, by rank. Raises RuntimeError if one cannot start."""
-
-
-def device_type(config: EngineConfig) -> str:
-    """cpu or cuda. Raises ValueError for a config with one GPU: each rank has its own."""
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.index is not None:
-        raise ValueError(
-            f"device is {device}, but {config.several_ranks}: set device to {device.type} (and "
-            "CUDA_VISIBLE_DEVICES to choose GPUs)"
-        )
-    return device.type
 
 
 def place_of(pid: int, host: str | None) -> str:

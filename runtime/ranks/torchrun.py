@@ -30,8 +30,8 @@ from torch.distributed import DistError
 from atomc.options import TorchrunPlace
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.processes.stderr_log import exit_process
+from atomc.runtime.ranks.local_launcher import device_type
 from atomc.runtime.ranks.process_group import TIMEOUT
-from atomc.runtime.ranks.rank_launcher import device_type
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
 
 log = logging.getLogger("atomc")
