@@ -25,6 +25,7 @@ from atomc.planning.device_model import build_model
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.loading.load import load
 from atomc.runtime.requests.request_errors import TokenizerError
+from atomc.runtime.server.anthropic.errors import ERROR_FORMAT
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.http.api_keys import ApiKeys
 from atomc.runtime.server.http.auth_middleware import AuthMiddleware
@@ -840,6 +841,7 @@ def response_to(error: BaseException) -> list[dict[str, Any]]:
         open_paths=frozenset(),
         operation_paths=frozenset(),
         max_body_bytes=1,
+        error_format=ERROR_FORMAT,
         count_error=lambda status: None,
     )
     scope = {"type": "http", "path": "/v1/completions", "headers": []}
