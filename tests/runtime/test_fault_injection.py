@@ -226,8 +226,8 @@ HOOKS = [
     Hook(GRAMMARS, "compile", lambda engine, form: form.regex.endswith("{9}")),
     Hook(Scheduler, "add", lambda engine, self, request: request.id == "victim"),
     # Scheduled
-    Hook(prefix_sharing, "extend_keys", lambda engine, keys, tokens, size, salt, *_: salt == "victim", given=SALTED),
-    Hook(prefix_sharing, "extend_keys", lambda engine, keys, tokens, size, salt, *_: salt == "victim", at=2, given=SALTED),
+    Hook(prefix_sharing, "extend_keys", lambda engine, request, size: request.salt == "victim", given=SALTED),
+    Hook(prefix_sharing, "extend_keys", lambda engine, request, size: request.salt == "victim", at=2, given=SALTED),
     Hook(chunks, "_admission", lambda engine, request: request.id == "victim"),
     Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=3),
     Hook(NGramProposer, "propose", lambda engine, self, *_: proposer_is_victims(engine, self), speculates=True),
