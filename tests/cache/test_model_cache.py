@@ -174,6 +174,7 @@ def test_a_second_start_traces_nothing_and_computes_the_same(tmp_path, name):
     torch.testing.assert_close(logits(warm), plain(model_of(name)), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.rotating
 def test_code_of_inductor_is_loaded_again_without_a_trace(tmp_path):
     outs = [logits(started(model_of(), tmp_path, glue="inductor")) for _ in range(2)]
     assert atomc.reports()[-1].cache == "hit" and atomc.reports()[-1].phases.keys() == {"cache"}
@@ -326,6 +327,7 @@ def test_a_model_of_each_format_of_checkpoints_is_known(form):
     assert repr(form.name) in described_now(model)["module model.layers.0.self_attn.q_proj"]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("scheme", ["fp8_block", "int4", "mxfp4_a16"])
 def test_a_second_start_of_quantized_experts_traces_nothing(tmp_path, scheme):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
@@ -681,6 +683,7 @@ def first_layer_of_the_demo(tmp_path):
     return folder
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_new_process_generates_without_importing_what_traces(
     first_layer_of_the_demo, tmp_path, at_once

@@ -200,6 +200,7 @@ def digests(row: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=() if row == "experts" else pytest.mark.slow) for row in ROWS],

@@ -181,6 +181,7 @@ def test_a_compiled_static_cache_in_half_precision_gives_what_a_growing_one_does
     assert {layer.keys.shape[2] for layer in attention} <= {room, 8}  # 8: the window
 
 
+@pytest.mark.rotating
 @each("Llama")
 def test_an_sdpa_model_in_half_precision_compiles_with_dynamic_shapes(name: str) -> None:
     implementation = "eager" if name == "GptOss" else "sdpa"  # it has no sdpa

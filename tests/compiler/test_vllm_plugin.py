@@ -74,6 +74,7 @@ def built(ops, dtype):
     return model
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )

@@ -211,6 +211,7 @@ def chunks_of(size: int) -> tuple[int, ...]:
     return (size,) * whole + ((rest,) if rest else ())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("whose", "name"), some({("ours", "qwen3_5_moe")}, KINDS))
 def test_chunks_give_the_logits_and_the_state_of_the_cache_of_transformers(
     whose: str, name: str
@@ -306,6 +307,7 @@ def formula(linear: int, full: int, experts: bool) -> dict[str, int]:
     }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("whose", "name", "layers"),
     some(

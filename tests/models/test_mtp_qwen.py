@@ -188,6 +188,7 @@ def drafting(path, **config):
     return engine(path, speculative="mtp", **given | config)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_those_of_the_draft_layer_over_the_whole_sequence(checkpoints, kind):
     """Also after chunks of a prompt, and after rejected drafts, behind which the accepted tokens

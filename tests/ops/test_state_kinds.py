@@ -451,6 +451,7 @@ def test_a_plan_counts_both_kinds_of_memory(kind, per_token, per_sequence):
     assert ("state of one sequence" in found.to_text()) == bool(per_sequence)
 
 
+@pytest.mark.rotating
 def test_kernels_over_both_kinds_of_state_are_timed_on_made_up_state():
     model = Model(
         toy("mixed", "meta"), {"max_position_embeddings": 64}, None, torch.float64, None, 0

@@ -119,6 +119,7 @@ def test_the_peak_of_a_rank_is_at_most_its_part_and_a_tenth(
     assert peak <= 1.1 * share
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("name", ["fp8 blocks", "int4"])
 def test_experts_that_are_stored_quantized_are_stacked_a_layer_at_a_time(
@@ -131,6 +132,7 @@ def test_experts_that_are_stored_quantized_are_stacked_a_layer_at_a_time(
     assert peak <= 1.1 * share
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("scheme", ["fp8_block", "int4"])
 def test_a_rank_that_quantizes_also_holds_its_part_of_the_experts_of_one_layer(

@@ -103,6 +103,7 @@ def test_our_indexer_chooses_the_keys_that_that_of_transformers_does(
     assert (found[0][-1] >= 0).sum() == few
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("whose", "layers"),
     [
@@ -226,6 +227,7 @@ def test_keys_in_fp8_choose_nearly_the_same() -> None:
     assert 0.9 < same / (40 * 10) < 1
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 def test_the_weights_of_heads_are_not_quantized_in_a_checkpoint_in_blocks_of_fp8(
     stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def test_stock_models_merge_in_every_layer_and_nothing_else_changes(kind: str, b
     }
 
 
+@pytest.mark.rotating
 def test_programs_for_the_runtime_merge_and_share_packs_with_the_backend() -> None:
     model = own()
     ids = torch.arange(9)

@@ -118,6 +118,7 @@ def test_logits_are_those_of_eager(name: str) -> None:
     assert error(actual, expected) < 1e-5
 
 
+@pytest.mark.rotating
 def test_text_and_memory_of_a_served_model_are_those_of_its_shared_experts(tmp_path: Path) -> None:
     theirs_of("glm4_moe", **GLM, num_hidden_layers=3).save_pretrained(tmp_path)
 
@@ -234,6 +235,7 @@ def test_experts_of_each_scheme_take_a_shared_one_of_that_scheme(scheme: str) ->
     assert error(actual.float(), expected.float()) < 0.02
 
 
+@pytest.mark.rotating
 def test_nothing_is_held_twice_and_weights_that_a_user_writes_are_read() -> None:
     model = Mixture()
     before = live_bytes()

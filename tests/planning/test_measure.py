@@ -33,6 +33,7 @@ def bench_of(lowered, load):
     return KernelTimer(gm, lowered.program.specs, load, CPU)
 
 
+@pytest.mark.rotating
 def test_every_kernel_of_a_step_gets_a_time_and_those_alike_are_timed_once(lowered):
     load = Workload(3, 3, 32)
     predicted, timed = lowered.time(load)

@@ -428,6 +428,7 @@ def test_the_names_of_the_command_line_are_those_of_the_schemes():
     assert tuple(ONLINE) == arguments.SCHEMES
 
 
+@pytest.mark.rotating
 def test_a_quantized_plan_is_asked_for_by_either_name(folder, capsys):
     path, texts = folder(SMALL), []
     for asked in (

@@ -159,6 +159,7 @@ def test_without_state_the_model_keeps_its_quantized_product() -> None:
 # Numbers
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("scheme", "chunks"),
     [
@@ -253,6 +254,7 @@ def test_the_cache_keeps_how_the_weights_are_prepared(tmp_path: Path) -> None:
 # Where a kernel multiplies and writes at once
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("scheme", "platform", "layers"),
     [

@@ -294,6 +294,7 @@ def test_in_ci_an_edit_of_one_layer_fails_the_check_with_rewrite_layer_and_reaso
     assert "expected mean(" in out and "found div(" in out
 
 
+@pytest.mark.rotating
 def test_in_ci_a_graph_break_fails_the_check_with_its_place(program, capsys):
     program.setenv("BREAK", "1")
     assert main([*PROGRAM, "--check", "base.json"]) == 1

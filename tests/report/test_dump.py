@@ -266,6 +266,7 @@ def reproduces(ran):
     return code == 0 and out.count("\nreproduces the recorded outputs\n") == 1
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "record", [record_demo, pytest.param(record_stock, marks=pytest.mark.slow), record_fp8]
 )
@@ -353,6 +354,7 @@ test_dump.dump_runtime(sys.argv[2])
 """
 
 
+@pytest.mark.rotating
 def test_another_process_writes_the_same_bytes(dumped, tmp_path):
     arguments = [str(Path(__file__).parent), str(tmp_path)]
     subprocess.run(

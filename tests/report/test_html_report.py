@@ -122,6 +122,7 @@ def choose(page, selector, value):
 # ---- three models in a browser
 
 
+@pytest.mark.rotating
 def test_it_fits_a_telephone(opened, qwen3):
     slow = dict.fromkeys(qwen3.phases, 123.456)  # as on a busy machine
     page = opened(html_of([replace(qwen3, phases=slow)]))

@@ -203,6 +203,7 @@ def of_two_layers(model):
     return OfTwoLayers(draft.embed_tokens, draft.rotary_emb, draft.layer, draft.lm_head)
 
 
+@pytest.mark.rotating
 def test_a_draft_model_may_read_hidden_states_of_several_layers():
     model = tiny_model(**DENSE)
     draft = of_two_layers(model)

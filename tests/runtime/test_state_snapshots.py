@@ -188,6 +188,7 @@ class Remembering(nn.Module):
         return self.attention(x, *angles) + self.sums(x)
 
 
+@pytest.mark.rotating
 def test_drafts_of_a_draft_layer_are_taken_out_of_states():
     def engine(**config):
         model = tiny_model()

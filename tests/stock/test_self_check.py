@@ -160,6 +160,7 @@ def test_a_class_that_is_right_is_served_and_the_report_says_so(name, dtype, lay
     assert llm.generate([[5, 6, 7]])[0].token_ids
 
 
+@pytest.mark.rotating
 def test_many_layers_in_bf16_stay_within_rounding():
     llm = llm_of(stock("llama", torch.bfloat16, num_hidden_layers=24), self_check=False)
     verdict = SelfCheck(llm.engine.module, Options()).verdict(llm.program)

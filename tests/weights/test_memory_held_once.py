@@ -138,6 +138,7 @@ def made_tracked(monkeypatch: pytest.MonkeyPatch, tracked: list[TrackedBytes]) -
 # In the runtime
 
 
+@pytest.mark.rotating
 def test_prepared_experts_and_linears_replace_the_originals_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -159,6 +159,7 @@ def test_no_module_but_the_owner_makes_or_moves_a_parameter() -> None:
 # Who makes what
 
 
+@pytest.mark.rotating
 def test_a_second_graph_over_the_same_parameters_reuses_what_was_made() -> None:
     model = own()
     first, second = (compile_model(model, EAGER) for _ in range(2))

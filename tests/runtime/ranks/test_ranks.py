@@ -297,6 +297,7 @@ def ctrl_c_raises():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.rotating
 @pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_waits_for_the_end_of_a_launch(two, monkeypatch):
     expected = two.generate([PROMPT])[0].token_ids
@@ -316,6 +317,7 @@ def test_ctrl_c_waits_for_the_end_of_a_launch(two, monkeypatch):
     assert two.generate([PROMPT])[0].token_ids == expected
 
 
+@pytest.mark.rotating
 def test_a_stopped_rank_ends_the_others(two, monkeypatch):
     (pid,) = two.engine.executor.pids.values()
     wait_without(two, monkeypatch, signal.SIGSTOP)
@@ -509,6 +511,7 @@ except RankFailed as error:
 """
 
 
+@pytest.mark.rotating
 def test_a_rank_without_its_device_ends_the_start():
     config = {name: CONFIG[name] for name in CONFIG if name != "progress"}
     program = NO_SUCH_DEVICE.replace("{config}", repr(config))

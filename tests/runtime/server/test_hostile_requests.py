@@ -206,6 +206,7 @@ def test_a_response_fails_in_the_same_way_and_is_not_stored(http, bystander):
     assert http.get(f"/v1/responses/{failed['response']['id']}").status_code == 404
 
 
+@pytest.mark.rotating
 @linux
 def test_a_stream_goes_on_while_the_model_is_compiled_for_the_first_embeddings(server):
     """The first test here that asks this server for embeddings."""

@@ -94,6 +94,7 @@ def client(server):
     )
 
 
+@pytest.mark.rotating
 def test_it_serves_over_https_under_the_names_and_with_the_keys_of_the_files(server, client):
     assert server.url.startswith("https://")
     assert [model.id for model in client.models.list().data] == ["one", "two"]

@@ -89,6 +89,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.rotating
 def test_a_full_queue_is_a_503_that_says_when_to_come_again(small):
     running, waiting, asked = 8, 64, 120
 
@@ -113,6 +114,7 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_again(small):
     assert httpx.post(f"{small.url}/v1/completions", json=SHORT, timeout=60).status_code == 200
 
 
+@pytest.mark.rotating
 def test_a_log_that_nothing_reads_blocks_nothing(small):
     fcntl.fcntl(small.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
     before, lines = 120, len(small.lines)
@@ -125,6 +127,7 @@ def test_a_log_that_nothing_reads_blocks_nothing(small):
     wait_until(lambda: len(small.lines) >= lines + before)
 
 
+@pytest.mark.rotating
 def test_an_engine_that_does_not_answer_turns_health_red_until_it_does(small):
     def health():
         return httpx.get(f"{small.url}/health", timeout=60).status_code

@@ -100,6 +100,7 @@ def number(page, name):
     )
 
 
+@pytest.mark.rotating
 def test_figures_change_while_requests_run(page, server):
     opened(page, server)
     says(page, "speed", "0")
@@ -194,6 +195,7 @@ def test_a_page_that_is_opened_later_shows_what_was_generated_before(page, serve
     assert page.said == []
 
 
+@pytest.mark.rotating
 def test_nothing_is_asked_of_another_host_and_nothing_is_wrong(page, server):
     opened(page, server)
     until(page, lambda: sum(url.endswith("/status") for url in page.asked) >= 3)
@@ -255,6 +257,7 @@ def test_without_the_key_the_page_asks_for_it(page, server):
     assert page.is_hidden("#login")
 
 
+@pytest.mark.rotating
 def test_it_is_used_by_keyboard(page, server):
     opened(page, server)
     page.keyboard.press("Tab")

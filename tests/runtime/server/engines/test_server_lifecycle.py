@@ -129,6 +129,7 @@ def test_a_dead_engine_is_restarted_a_few_times_and_then_the_server_ends():
         assert "(after 2 restarts); the server ends" in server.log and "Traceback" not in server.log
 
 
+@pytest.mark.rotating
 def test_an_unresponsive_engine_is_killed_and_counts_as_dead():
     with serving("--engine-patience", 1, "--engine-timeout", 3) as server:
         os.kill(server.engine_pid, signal.SIGSTOP)
@@ -206,6 +207,7 @@ if sys.argv[1] == "holds the interpreter":
 """
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "what, status, said",
     [

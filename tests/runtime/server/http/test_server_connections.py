@@ -137,6 +137,7 @@ def test_a_long_body_is_served_if_it_arrives_fast_enough(server):
     assert answer.json()["usage"]["completion_tokens"] == 2
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "header",
     [
@@ -196,6 +197,7 @@ def test_a_file_without_good_keys_is_refused(tmp_path, content, part):
         read_keys(str(tmp_path / "keys"), "--api-key-file")
 
 
+@pytest.mark.rotating
 def test_any_number_of_probes_costs_at_most_a_token_a_second(server):
     def generated():
         text = httpx.get(f"{server.url}/metrics", timeout=60).text
