@@ -37,6 +37,8 @@ from atomc.ops.op import Kernel
 from atomc.testing.layouts import plain_order_kernel
 
 HERE = Path(__file__).parent
+# What its process imports from.
+IMPORTED_FROM = (HERE, HERE.parent, HERE.parents[1] / "_support", HERE.parents[2])
 ARCHS = ("gfx942", "gfx950")
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 assert kernels.load("aiter") is None
@@ -366,9 +368,7 @@ class Stage:
     """A process in which AITER's real code stands: see child.py."""
 
     def __init__(self, mode: str, arch: str, folder: Path):
-        environment = dict(
-            os.environ, PYTHONPATH=os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1])))
-        )
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, IMPORTED_FROM)))
         environment.pop("TRITON_INTERPRET", None)
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "child.py"), mode, arch, source(), str(folder)],
