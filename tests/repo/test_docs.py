@@ -5,8 +5,11 @@ rewrites exist.
 import argparse
 import ast
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,32 @@ def test_commands_parse(command):
 )
 def test_commands_of_the_readme_run_on_the_bundled_model(command, capsys):
     assert main(shlex.split(command)) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "program"),
+    sorted(
+        {
+            command
+            for page in [*PAGES, *(ROOT / "tests").rglob("test_*.py")]
+            for command in re.findall(
+                r"PYTHONPATH=(\S+) \S*python (tests/\S+\.py)", page.read_text()
+            )
+        }
+    ),
+)
+def test_a_program_among_the_tests_imports_all_from_the_path_that_the_page_says(path, program):
+    """Run whole, it would write a page that other tests read."""
+    code = f"import runpy; runpy.run_path({program!r}, run_name='imported')"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)

@@ -1,7 +1,7 @@
 """The modular kernel of mixtures of experts: every pair of parts computes what the op means, or says
 why the pair does not exist; docs/moe.md has the table of parts.
 
-Run as a program, it writes that table: PYTHONPATH=. .venv/bin/python tests/kernels/moe/test_moe_modular.py
+Run as a program, it writes that table: PYTHONPATH=.:tests/_support .venv/bin/python tests/kernels/moe/test_moe_modular.py
 """
 
 import os

@@ -1,7 +1,7 @@
 """Every spelling of tests/_support/spellings/ is recognized with eager's values, or has a near miss that says
 why not; docs/rewrites.md has their table.
 
-Run as a program, it writes that table: PYTHONPATH=. .venv/bin/python tests/passes/chains/test_spellings.py
+Run as a program, it writes that table: PYTHONPATH=.:tests/_support .venv/bin/python tests/passes/chains/test_spellings.py
 """
 
 import re
