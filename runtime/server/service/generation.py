@@ -4,6 +4,7 @@ Answer turns them into one JSON body, or a stream of events.
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -288,7 +289,7 @@ def _choice_params(params: SamplingParams, number: int) -> SamplingParams:
     )
 
 
-class Answer(Generic[Body]):
+class Answer(ABC, Generic[Body]):
     """An API implements `complete`, one JSON body, and `events`, server-sent events; both run while
     the generation is open.
     """
@@ -300,11 +301,11 @@ class Answer(Generic[Body]):
         self.generation = generation
         self.request_id, self.created = request_id(request), int(time.time())
 
-    async def complete(self) -> object:
-        raise NotImplementedError
+    @abstractmethod
+    async def complete(self) -> object: ...
 
-    def events(self) -> AsyncIterator[bytes]:
-        raise NotImplementedError
+    @abstractmethod
+    def events(self) -> AsyncIterator[bytes]: ...
 
     def failure(self, error: APIError) -> bytes:
         """The last events of a stream that this error ends."""
