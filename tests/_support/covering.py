@@ -65,9 +65,9 @@ def covering_cases(indices: list[dict[str, int]]) -> set[int]:
         set(combinations([(name, column[turn]) for column, name in columns.items()], strength))
         for turn in range(len(indices))
     ]
-    missing, chosen = set().union(*parts), set()
+    missing, fixed = set().union(*parts), set()
     while missing:
         best = max(range(len(parts)), key=lambda turn: len(parts[turn] & missing))
-        chosen.add(best)
+        fixed.add(best)
         missing -= parts[best]
-    return chosen
+    return fixed

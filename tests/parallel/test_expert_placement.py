@@ -194,12 +194,12 @@ def assert_placed(folder: Path, prefix: str = "", **how: Any) -> None:
     assert names
     for index, own in enumerate(MEMBERS):
         for place, ep in ((Place(rank(index)), True), (Place(experts=rank(index)), False)):
-            found, ranges = (
+            part, in_ranges = (
                 load(folder, progress=False, **how, division=Division(place, ep, placed))
                 for placed in (placement, {})
             )
-            ranges = ranges.state_dict()
-            for name, weight in found.state_dict().items():
+            ranges = in_ranges.state_dict()
+            for name, weight in part.state_dict().items():
                 if name not in names:
                     assert bits(weight).equal(bits(ranges[name])), name
                     continue
@@ -207,7 +207,7 @@ def assert_placed(folder: Path, prefix: str = "", **how: Any) -> None:
                 if not name.endswith("input_scale"):
                     expected = expected[own]
                 assert bits(weight).equal(bits(expected)), name
-            assert_mapped(found, prefix, index)
+            assert_mapped(part, prefix, index)
 
 
 def assert_mapped(model: nn.Module, prefix: str, index: int) -> None:

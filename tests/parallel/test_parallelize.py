@@ -318,11 +318,11 @@ def test_dummy_weights_are_parts_of_those_of_one_process(
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
     how = {"load_format": "dummy", "quantization": quantized}
-    whole, part = load(tmp_path, **how), load(tmp_path, **how, division=Division(Place(rank(1))))
-    sharding = Sharding.of(whole, rank(1))
+    model, part = load(tmp_path, **how), load(tmp_path, **how, division=Division(Place(rank(1))))
+    sharding = Sharding.of(model, rank(1))
     sharding.cut()
     sharding.connect()
-    expected = whole.state_dict()
+    expected = model.state_dict()
     for name, tensor in part.state_dict().items():
         assert tensor.equal(expected[name]), name
 

@@ -58,16 +58,16 @@ def causal_conv1d_update(
     *,
     activation: str,
 ) -> Tensor:
-    rows, kept = as_rows(x), weight.shape[-1] - 1
+    rows, num_kept = as_rows(x), weight.shape[-1] - 1
     out = rows.new_zeros(rows.shape)
     before = state_before(conv_state, query_start, seq_lens, state_slots)
     for count, members, starts in _sequences_by_length(query_start):
         new = (starts[:, None] + torch.arange(count, device=x.device)).flatten()
-        given = rows.index_select(0, new).view(-1, count, rows.shape[-1])
-        inputs = torch.cat((before[members].to(rows.dtype), given), 1)
+        new_rows = rows.index_select(0, new).view(-1, count, rows.shape[-1])
+        inputs = torch.cat((before[members].to(rows.dtype), new_rows), 1)
         total = _convolved(inputs.to(torch.float32), weight, bias, activation)
         out.index_copy_(0, new, total.to(out.dtype).flatten(0, 1))
-        last = inputs[:, -kept:].to(conv_state.dtype)
+        last = inputs[:, -num_kept:].to(conv_state.dtype)
         conv_state.index_copy_(0, state_slots[members], last)
     return out.view(x.shape)
 

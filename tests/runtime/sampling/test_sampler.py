@@ -520,11 +520,11 @@ def test_logprobs_are_those_of_the_model_whatever_the_filters_are():
     sampled = Sampler(CPU, 2)(
         LOGITS.expand(2, -1), [drawn(logit_bias={1: 5.0}, logprobs=2), drawn()]
     )
-    found, none = token_logprobs(sampled)
-    assert none is None and found.token == 1 and found.rank == 4
-    assert math.isclose(found.logprob, math.log(0.1), abs_tol=1e-6)
-    assert [token for token, _ in found.top] == [2, 0]
-    assert [round(math.exp(value), 5) for _, value in found.top] == [0.5, 0.25]
+    scored, none = token_logprobs(sampled)
+    assert none is None and scored.token == 1 and scored.rank == 4
+    assert math.isclose(scored.logprob, math.log(0.1), abs_tol=1e-6)
+    assert [token for token, _ in scored.top] == [2, 0]
+    assert [round(math.exp(value), 5) for _, value in scored.top] == [0.5, 0.25]
 
 
 def test_logprobs_of_many_rows_are_those_of_each():

@@ -64,10 +64,10 @@ def summary_of(*outputs: Output) -> tuple[RequestSummary, Metrics]:
         service.traces = traces
         request = Request({"type": "http", "headers": [], "state": {"request_id": "a"}}, receive)
         body = CompletionRequest(prompt="")
-        made = Generation(service, request, body, [[1, 2]], SamplingParams())
-        await made.start()
-        with pytest.raises(APIError), made:
-            async for _ in made:
+        generation = Generation(service, request, body, [[1, 2]], SamplingParams())
+        await generation.start()
+        with pytest.raises(APIError), generation:
+            async for _ in generation:
                 pass
 
     asyncio.run(run())

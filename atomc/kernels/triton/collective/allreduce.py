@@ -90,13 +90,13 @@ def _exchange(
             residual = tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)
         if NORM:
             weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
-        own = buffers[RANK]
+        inbox = buffers[RANK]
         total = tl.zeros([BLOCK], tl.float32)
         for source in tl.static_range(N):
             if source == RANK:
                 total += bits.to(dtype, bitcast=True).to(tl.float32)
             else:
-                place = own + slot + source * ROWS * STRIDE + column
+                place = inbox + slot + source * ROWS * STRIDE + column
                 received = tl.load(place, inside, 0, volatile=True)
                 waiting = tl.max((received == EMPTY).to(tl.int32), 0)
                 while waiting > 0:

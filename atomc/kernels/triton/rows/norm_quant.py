@@ -235,10 +235,10 @@ def rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, _, kept = quantized_norm(
+    codes, scales, _, y = quantized_norm(
         x, None, weight, eps, scale, style, scheme, dtype, group, column_major, rounding, keep
     )
-    return codes, scales, kept
+    return codes, scales, y
 
 
 @ops.add_rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs)

@@ -238,9 +238,9 @@ def test_any_text_in_any_parts_gives_the_same_as_at_once(name, data):
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=24)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = parsed(tool_parser(name), text)
-    assert parsed(tool_parser(name), *parts) == whole
-    assert parsed(tool_parser(name), *text) == whole
+    at_once = parsed(tool_parser(name), text)
+    assert parsed(tool_parser(name), *parts) == at_once
+    assert parsed(tool_parser(name), *text) == at_once
 
 
 def written(name, calls):
