@@ -72,7 +72,7 @@ def attention(
         # On CUDA in half precision the result of a row that sees no key is the mean of all values
         # (torch 2.11, H200).
         blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
-        out = out.masked_fill(blind[..., None], 0.0)
+        out.masked_fill_(blind[..., None], 0.0)  # in place keeps the layout of contiguous tokens
     return out.transpose(-2, -3).contiguous()
 
 
