@@ -12,6 +12,7 @@ from atomc.capture.subclasses import subclass_reason
 from atomc.capture.variable_floats import constant_floats
 from atomc.compiler.cudagraphs import Graphed
 from atomc.compiler.driver import build
+from atomc.compiler.host_integers import compute_on_host
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
@@ -52,10 +53,10 @@ def callable_of(
     report.treated = True
     contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:
-        return Graphed(
+        function = Graphed(
             function, built.written, report.notes, report.cuda_graphs, settle=weights.refresh_packed
         )
-    return function
+    return compute_on_host(gm, example_inputs, function)
 
 
 def wants_cuda_graphs(options: Options) -> bool:

@@ -1,0 +1,106 @@
+"""Integers of a graph that only integers among its outputs depend on, such as a counter of tokens.
+
+    counter -> counter + 1 -> output
+
+The host computes these outputs in each call. The rest of the graph gets the same integer in all
+calls, so that neither a CUDA graph nor a repeated call is one for each value of a counter.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from atomc.torch_compat.core import GraphFunction, Input, Outputs
+
+
+def compute_on_host(
+    gm: GraphModule, example_inputs: Sequence[Input], call: GraphFunction
+) -> GraphFunction:
+    """A callable like `call`, the compiled graph, that computes such outputs itself; `call` if the
+    graph has none.
+
+    gm  Dynamo's graph, whose outputs are a sequence
+    """
+    integers = _integers(gm.graph)
+    outputs: list[object] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x in integers]
+    sizes = {symbol for x in example_inputs for symbol in _symbols_of_layout(x)}
+    inputs = gm.graph.find_nodes(op="placeholder")
+    unread = [
+        i
+        for i, node in enumerate(inputs)
+        if node in integers and not integers[node] & sizes and _only_integers_read(node, integers)
+    ]
+    if not unread or not results:
+        return call
+    compute = _function(gm.graph, integers, [outputs[i] for i in results])
+    constants: dict[int, Input] = {}
+
+    def call_with_constants(*args: Input) -> Outputs:
+        if not constants:
+            constants.update({i: args[i] for i in unread})
+        fixed = list(args)
+        for i, value in constants.items():
+            fixed[i] = value
+        returned, numbers = call(*fixed), compute(*args)
+        assert isinstance(returned, Sequence) and isinstance(numbers, Sequence)
+        merged: list[Outputs] = list(returned)
+        for i, number in zip(results, numbers, strict=True):
+            merged[i] = number
+        return merged
+
+    return call_with_constants
+
+
+def _integers(graph: Graph) -> dict[Node, set[object]]:
+    """Integer inputs, and what is computed from nothing but them, with their symbols."""
+    integers: dict[Node, set[object]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if not isinstance(value, SymInt):
+            continue
+        operands = node.all_input_nodes
+        if node.op == "placeholder" or (
+            node.op == "call_function" and operands and all(x in integers for x in operands)
+        ):
+            integers[node] = set(value.node.expr.free_symbols)
+    return integers
+
+
+def _only_integers_read(node: Node, integers: dict[Node, set[object]]) -> bool:
+    """Whether a node is read at most by the output, and by integers of which this holds."""
+    return all(
+        reader.op == "output" or (reader in integers and _only_integers_read(reader, integers))
+        for reader in node.users
+    )
+
+
+def _symbols_of_layout(x: Input) -> set[object]:
+    if not isinstance(x, Tensor):
+        return set()
+    numbers = (*x.shape, *x.stride(), x.storage_offset())
+    return {
+        symbol
+        for number in numbers
+        if isinstance(number, SymInt)
+        for symbol in number.node.expr.free_symbols
+    }
+
+
+def _function(
+    graph: Graph, integers: dict[Node, set[object]], results: Sequence[object]
+) -> GraphFunction:
+    """A function of the graph's inputs that computes these of its integers."""
+    host = Graph()
+    copies: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = host.placeholder(node.name)
+        elif node in integers:
+            copies[node] = host.node_copy(node, lambda x: copies[x])
+    host.output(tuple(copies[x] for x in results if isinstance(x, Node)))
+    host.eliminate_dead_code()
+    function: GraphFunction = GraphModule(torch.nn.Module(), host).forward
+    return function
