@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from atomc.cache.compiled import weight_inputs
 from atomc.cache.model_cache import CompiledModel
-from atomc.compiler.cudagraphs import why_syncing
 from atomc.files.json_types import JSONMapping
 from atomc.ops.inputs import PatchInputs
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import load_or_trace
+from atomc.replay.cudagraphs import why_syncing
 from atomc.report.page_file import publish
 from atomc.torch_compat.core import Input
 from atomc.weights.freed import with_freed_parameters

@@ -10,7 +10,7 @@ from atomc.capture.floats import inline_floats
 from atomc.capture.inline_regions import regions_of
 from atomc.capture.subclasses import subclass_reason
 from atomc.capture.variable_floats import constant_floats
-from atomc.compiler.cudagraphs import Graphed
+from atomc.replay.cudagraphs import Graphed
 from atomc.compiler.driver import build
 from atomc.compiler.host_integers import compute_on_host
 from atomc.options import Options

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from atomc.compiler.cudagraphs import CapturedCall, Pool
+from atomc.replay.cudagraphs import CapturedCall, Pool
 from atomc.report.report import Report
 from atomc.runtime.execution.input_batch import StepShape
 

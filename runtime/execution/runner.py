@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from atomc.compiler.cudagraphs import Pool, why_syncing
+from atomc.replay.cudagraphs import Pool, why_syncing
 from atomc.ops.state import groups_of
 from atomc.program import Program
 from atomc.runtime.execution.draft import DraftRunner

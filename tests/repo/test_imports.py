@@ -19,7 +19,7 @@ LAYERS = [
     {"graph", "vllm_plugin", "weights"},
     {"capture", "cost", "kernels", "report"},
     {"dumps", "rewriting", "testing"},
-    {"cache", "passes"},
+    {"cache", "passes", "replay"},
     {"audit"},
     {"compiler"},
     {"backend"},

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atomc.compiler.cudagraphs import Pool
+from atomc.replay.cudagraphs import Pool
 from atomc.encoder import EncoderProgram
 from atomc.models.image_grid import num_image_tokens
 from atomc.runtime.execution.images.encoder_graphs import EncoderGraphs

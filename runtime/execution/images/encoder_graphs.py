@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atomc.compiler.cudagraphs import CapturedCall, Pool
+from atomc.replay.cudagraphs import CapturedCall, Pool
 from atomc.encoder import EncoderProgram, Grid
 from atomc.errors import first_line
 from atomc.ops.inputs import PatchInputs

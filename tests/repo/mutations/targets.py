@@ -240,7 +240,7 @@ runtime/execution/block_groups.py | parallel/test_stages.py | BlockGroups.own_pa
 runtime/execution/capacity.py | runtime/test_engine.py -k 'whose_pages' | check_free
 runtime/execution/draft.py | runtime/test_mtp.py -k 'over_the_whole_sequence and chunks' | DraftRunner.propose
 runtime/execution/expert_load.py | runtime/ranks/test_ranks_models.py -k 'counts and bits' -m ''
-runtime/execution/graphs.py | compiler/test_cudagraphs.py -k 'no_graph_is_left' | StepGraphs.__init__
+runtime/execution/graphs.py | replay/test_cudagraphs.py -k 'no_graph_is_left' | StepGraphs.__init__
 runtime/execution/graphs.py | runtime/execution/test_image_graphs.py -k 'captured_first' | StepGraphs.__init__
 runtime/execution/graphs.py | runtime/test_state_snapshots.py -k 'graphs_of_their_own' | step_shapes
 runtime/execution/images/encoder.py | runtime/test_images.py -k 'encoder_that_fails or pinned_memory or zero' | ImageEncoder._pixels ImageEncoder.place ImageEncoder.update PinnedBuffer.empty

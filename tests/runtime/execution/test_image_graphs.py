@@ -35,7 +35,7 @@ IMAGES, TEXT = "full graph, with images", "full graph"
 
 
 class CallAgain:
-    """Stands for atomc.compiler.cudagraphs.CapturedCall."""
+    """Stands for atomc.replay.cudagraphs.CapturedCall."""
 
     bytes = GRAPH_BYTES
 
@@ -47,7 +47,7 @@ class CallAgain:
 
 
 class PoolOfCalls:
-    """Stands for atomc.compiler.cudagraphs.Pool."""
+    """Stands for atomc.replay.cudagraphs.Pool."""
 
     def __init__(self, device):
         assert device == GPU

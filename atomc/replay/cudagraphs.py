@@ -5,16 +5,17 @@ A captured call reads its inputs at their addresses during capture. HIP graphs o
 torch functions.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from atomc.compiler.static_buffer import StaticBuffer
 from atomc.errors import first_line
+from atomc.replay.static_buffer import StaticBuffer
 from atomc.torch_compat.core import (
     GraphFunction,
     Input,
@@ -25,6 +26,11 @@ from atomc.torch_compat.core import (
 
 T = TypeVar("T")
 MOST_GRAPHS = 32
+# Calls of the same shapes before a capture: Triton compiles, Inductor measures, libraries allocate
+# their workspaces, and kernels, which are loaded on demand, are loaded.
+CALLS_BEFORE_CAPTURE = 2
+# The kinds of the copied inputs: shapes and layouts, or values of numbers.
+Key = tuple[Hashable, ...]
 # Of the report: the shapes of the copied inputs, and the bytes of a graph.
 GraphRecord = dict[str, int | list[list[int]]]
 
@@ -99,7 +105,8 @@ class Graphed:
 
     Parameters and inputs marked as static keep their addresses. Other tensors are copied into
     static buffers before a replay, and results are cloned, so that the caller may keep them. A call
-    that cannot be captured runs without a graph, with a note.
+    that cannot be captured runs without a graph, with a note, as do the first ones of its shapes.
+    Static inputs at other addresses, as of the cache of a new `generate`, replace the graph.
 
     settle   called with the inputs before a capture; it may move the static ones, whose addresses
              identify a graph
@@ -113,7 +120,8 @@ class Graphed:
     pool: Pool | None = None
     static: list[int] | None = None  # set by the first call
     copied: list[int] = field(default_factory=list)
-    captured: dict[Hashable, "_GraphEntry | None"] = field(default_factory=dict)
+    captured: dict[Key, "_GraphEntry | None"] = field(default_factory=dict)
+    calls: Counter[Key] = field(default_factory=Counter)  # before a capture
 
     def __call__(self, *args: Input) -> Outputs:
         if self.static is None:
@@ -136,14 +144,32 @@ class Graphed:
         self.static = [i for i, fixed in enumerate(static) if fixed]
         self.copied = [i for i, fixed in enumerate(static) if not fixed]
 
-    def _new_entry(self, key: Hashable, args: Sequence[Input]) -> "_GraphEntry | None":
+    def _new_entry(self, key: Key, args: Sequence[Input]) -> "_GraphEntry | None":
         """A graph for inputs of these shapes and addresses, for which there is none; None if they
-        cannot be captured.
+        are not captured.
         """
-        self.settle(args)
-        if key not in self.captured or not self._fits(self.captured[key], args):
-            self.captured[key] = self._capture(args)
-        return self.captured[key]
+        reason = self._refused(key, args)
+        if reason is None:
+            self.calls[key] += 1
+            if self.calls[key] <= CALLS_BEFORE_CAPTURE:
+                return None
+            self.settle(args)
+            last = self.captured.get(key)
+            if last is not None and self._fits(last, args):
+                return last
+            try:
+                entry = self.captured[key] = self._recorded(args)
+            except RuntimeError as error:
+                reason = first_line(error) or type(error).__name__
+            else:
+                if last is not None:
+                    self.graphs.remove(last.record)
+                return entry
+        self.captured[key] = None
+        note = f"no CUDA graph: {reason}"
+        if note not in self.notes:
+            self.notes.append(note)
+        return None
 
     def _fits(self, entry: "_GraphEntry | None", args: Sequence[Input]) -> bool:
         return entry is None or entry.pointers == self._pointers(args)
@@ -152,27 +178,20 @@ class Graphed:
         inputs = [args[i] for i in self.static or ()]
         return [x.data_ptr() for x in inputs if isinstance(x, Tensor)]
 
-    def _capture(self, args: Sequence[Input]) -> "_GraphEntry | None":
-        reason = self._refused(args)
-        if reason is None:
-            written = [x for i in self.written if isinstance(x := args[i], Tensor)]
-            with _restored(written):  # the warm-up call writes them
-                try:
-                    return self._recorded(args)
-                except RuntimeError as error:
-                    reason = first_line(error) or type(error).__name__
-        note = f"no CUDA graph: {reason}"
-        if note not in self.notes:
-            self.notes.append(note)
-        return None
-
-    def _refused(self, args: Sequence[Input]) -> str | None:
+    def _refused(self, key: Key, args: Sequence[Input]) -> str | None:
         devices = _devices(args)
         if [device.type for device in devices] != ["cuda"]:
             return f"inputs on {', '.join(sorted(map(str, devices))) or 'no device'}"
-        if len(self.captured) >= MOST_GRAPHS:
-            return f"there are {MOST_GRAPHS} already"
+        graphs = sum(entry is not None for entry in self.captured.values())
+        if key not in self.captured and graphs >= MOST_GRAPHS:
+            return f"there are {MOST_GRAPHS} already, for other {self._varying()}"
         return None
+
+    def _varying(self) -> str:
+        """What distinguishes the captured calls."""
+        by_input = zip(*self.captured, strict=True)
+        varying = [i for i, kinds in zip(self.copied, by_input, strict=True) if len({*kinds}) > 1]
+        return f"values or shapes of the inputs {', '.join(map(str, varying))}"
 
     def _recorded(self, args: Sequence[Input]) -> "_GraphEntry":
         copied = [(StaticBuffer(x), i) for i in self.copied if isinstance(x := args[i], Tensor)]
@@ -180,10 +199,11 @@ class Graphed:
         for buffer, i in copied:
             static[i] = buffer.tensor
         self.pool = self.pool or Pool(_devices(args).pop())
-        captured = self.pool.capture(lambda: self.call(*static))
+        captured = self.pool.capture(lambda: self.call(*static), warm_up=False)
         shapes = [list(buffer.tensor.shape) for buffer, _ in copied]
-        self.graphs.append({"inputs": shapes, "bytes": captured.bytes})
-        return _GraphEntry(captured, copied, self._pointers(args))
+        record: GraphRecord = {"inputs": shapes, "bytes": captured.bytes}
+        self.graphs.append(record)
+        return _GraphEntry(captured, copied, self._pointers(args), record)
 
 
 def why_syncing(kernels: Sequence[str]) -> str:
@@ -195,24 +215,16 @@ def _devices(args: Sequence[Input]) -> set[torch.device]:
     return {x.device for x in args if isinstance(x, Tensor) and x.dim()}
 
 
-@contextmanager
-def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the values of the tensors afterwards."""
-    saved = [tensor.clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        for before, tensor in zip(saved, tensors, strict=True):
-            tensor.copy_(before)
-
-
 @dataclass
 class _GraphEntry:
-    """A captured call, its (buffer, input number) pairs, and the addresses of the static inputs."""
+    """A captured call, its (buffer, input number) pairs, the addresses of the static inputs, and
+    what the report says of it.
+    """
 
     graph: CapturedCall[Outputs]
     copied: list[tuple[StaticBuffer, int]]
     pointers: list[int]
+    record: GraphRecord
 
 
 def _replayed(entry: _GraphEntry, args: Sequence[Input]) -> Outputs:
