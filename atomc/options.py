@@ -63,6 +63,8 @@ class Options:
     expect     {rewrite: number of sites}, a number or a formula such as "2*layers" or ">= layers"
     expect_mode  "error": raise ContractError if `expect` is not met; "warn": log it
     mode       the mode of torch.compile(mode=...)
+    repeat     on an NVIDIA GPU: launch what the first two calls of a kind launched, without the
+               Python that led to it
     """
 
     strict: bool = False
@@ -87,6 +89,7 @@ class Options:
     expect: Mapping[str, int | str] = field(default_factory=dict)
     expect_mode: ExpectMode = "error"
     mode: Mode = "default"
+    repeat: bool = True
 
     def __post_init__(self) -> None:
         self._check_kinds()

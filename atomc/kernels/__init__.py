@@ -13,6 +13,9 @@ from atomc.trusted_folder import trusted_folder
 PROVIDERS = ("aiter", "triton", "cuda", "zentorch", "onednn", "fla", "torch")
 INVARIANT = "invariant"  # only where Options(batch_invariant=True) asks for it
 
+# Those whose every launch is one of Triton, of Inductor or of an op of PyTorch.
+VISIBLE = ("triton", "cuda", "torch", INVARIANT)
+
 
 @functools.cache
 def load(provider: str) -> str | None:

@@ -1,0 +1,140 @@
+"""What a call of a compiled graph did: the kernels that it launched and the ops of PyTorch that it
+called, in their order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from atomc.torch_compat.core import GraphFunction, Input, Outputs
+from atomc.torch_compat.launches import Launch, watched_launches
+
+
+class Unrepeatable(Exception):
+    """A call cannot be repeated without its Python; the message says why."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op of PyTorch, with what it returned: tensors, and what follows from shapes."""
+
+    function: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: Sequence[Any]
+
+
+Event = Launch | Call
+
+
+@dataclass
+class Recording:
+    """A call of a graph: its inputs, what it did, and its outputs. All of its tensors are alive, so
+    that no two of them have the same address.
+    """
+
+    inputs: Sequence[Input]
+    events: list[Event] = field(default_factory=list)
+    outputs: Outputs = None
+    bytes: int = 0  # of tensors that are no inputs
+
+
+def record(
+    call: GraphFunction, inputs: Sequence[Input], most_bytes: int
+) -> tuple[Outputs, Recording | str]:
+    """Call a graph. Returns the outputs, and what the call did, or why that cannot be said.
+
+    most_bytes  of all tensors of the recording that are no inputs
+    """
+    recorder = _Recorder(Recording(inputs), most_bytes)
+    with recorder, watched_launches(recorder.launched):
+        outputs = call(*inputs)
+    recorder.recording.outputs = outputs
+    return outputs, recorder.reason or recorder.recording
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the ops of PyTorch, and, by `launched`, kernels."""
+
+    def __init__(self, recording: Recording, most_bytes: int):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording, self.most_bytes = recording, most_bytes
+        self.reason: str | None = None
+        self.storages = {_address(x) for x in recording.inputs if isinstance(x, Tensor)}
+
+    def launched(self, launch: Launch) -> None:
+        self._append(launch, tree_leaves((launch.args, launch.kwargs)))
+
+    def __torch_dispatch__(
+        self,
+        function: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if _is_composite(function):
+            with self:
+                return function.decompose(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        results = result if isinstance(result, tuple | list) else [result]
+        if _is_read_by_host(function, operands):
+            self._stop(f"the host reads what {function} returns")
+        elif not _computes_nothing(function, operands, results):
+            call = Call(function, args, kwargs or {}, results)
+            self._append(call, [*operands, *results])
+        return result
+
+    def _append(self, event: Event, values: Sequence[Any]) -> None:
+        if self.reason is not None:
+            return
+        self.recording.events.append(event)
+        for x in values:
+            if isinstance(x, Tensor) and _address(x) not in self.storages:
+                self.storages.add(_address(x))
+                self.recording.bytes += x.untyped_storage().nbytes()
+        if self.recording.bytes > self.most_bytes:
+            self._stop(f"temporaries of a call have more than {self.most_bytes // 2**20} MiB")
+
+    def _stop(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self.recording.events.clear()
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _is_composite(function: OpOverload) -> bool:
+    """Whether a call of an op consists of calls of other ops."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    name = function.name()  # type: ignore[no-untyped-call]
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def _is_read_by_host(function: OpOverload, operands: Sequence[Tensor]) -> bool:
+    """Whether the host reads values, or the number of values, that a call returns."""
+    if function is torch.ops.aten.index.Tensor:
+        return any(index.dtype in (torch.bool, torch.uint8) for index in operands[1:])
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return any(tag in function.tags for tag in tags)
+
+
+def _computes_nothing(
+    function: OpOverload, operands: Sequence[Tensor], results: Sequence[Any]
+) -> bool:
+    """Whether a call returns only views of its operands, or memory without values, or nothing but
+    what follows from shapes.
+    """
+    if function._schema.is_mutable:
+        return False
+    if function.overloadpacket.__name__.removeprefix("new_").startswith("empty"):
+        return True
+    storages = {_address(x) for x in operands}
+    return all(_address(x) in storages for x in tree_leaves(results) if isinstance(x, Tensor))

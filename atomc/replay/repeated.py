@@ -1,0 +1,175 @@
+"""A compiled graph whose calls are repeated from the third one of a kind on.
+
+The first two calls of a kind run as they are, and what they launch is recorded. What both did alike
+is fixed; addresses that differ are temporaries. Later calls of that kind launch the same with
+temporaries of their own, and nothing else: no shapes, no checks, no choice of tiles.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+
+import torch
+from torch import Tensor, nn
+
+from atomc.errors import first_line
+from atomc.replay.recording import Recording, Unrepeatable, record
+from atomc.replay.tape import Tape, tape_of
+from atomc.torch_compat.captured_kernels import captured_kernels
+from atomc.torch_compat.core import (
+    GraphFunction,
+    Input,
+    Outputs,
+    profiler_is_on,
+    without_torch_functions,
+)
+from atomc.torch_compat.launches import current_stream, launches_are_hooked
+
+# Kinds of calls that are repeated; others run as they are.
+MOST_KINDS = 64
+# What recordings may keep from being freed; above it the device is slower than the host.
+MOST_BYTES = 4 * 2**30
+# Calls of a kind that are compared with the one before, until two are alike: the first ones of a
+# process measure and compile.
+MOST_ATTEMPTS = 4
+# Kernels and vendors' libraries choose other code for addresses that no multiple of it divides.
+ALIGNMENT = 16
+
+
+@dataclass
+class _Attempt:
+    """The latest recording of a kind of calls, and how many there were."""
+
+    recording: Recording | None = None
+    number: int = 0
+
+
+@dataclass(eq=False)
+class Repeated:
+    """A callable that repeats calls of the same kind: with the same numbers, and with tensors of
+    the same layouts, aligned alike. Results are those of `call`, in memory of their own.
+
+    call     the graph. All that it does on the device are launches by Triton and Inductor, and ops
+             of PyTorch; what it does depends on nothing but the kind.
+    device   of its kernels
+    dynamic  whether the layouts of tensors other than parameters vary; Dynamo's guards fix others
+    notes    gets why a kind is not repeated
+    """
+
+    call: GraphFunction
+    device: torch.device
+    dynamic: bool
+    notes: list[str]
+    tapes: dict[Hashable, Tape | None] = field(default_factory=dict)
+    attempts: dict[Hashable, _Attempt] = field(default_factory=dict)
+    # Numbers of the inputs that are no tensors, and of tensors whose layouts vary.
+    scalars: list[int] | None = None  # set by the first call
+    varying: list[int] = field(default_factory=list)
+
+    def __call__(self, *args: Input) -> Outputs:
+        if self._is_watched():
+            return self.call(*args)
+        # A default device is a mode that each call of a tensor's method would pass through.
+        with without_torch_functions():
+            if self.scalars is None:
+                self.scalars = [i for i, x in enumerate(args) if not isinstance(x, Tensor)]
+                self.varying = [i for i, x in enumerate(args) if self.dynamic and type(x) is Tensor]
+            addresses = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in args]
+            kind = self._kind(args, addresses)
+            if tape := self.tapes.get(kind):
+                if self.device.type == "cpu" or self.device.index == torch.cuda.current_device():
+                    return tape(args, addresses, current_stream(self.device))
+                with torch.cuda.device(self.device):
+                    return tape(args, addresses, current_stream(self.device))
+        return self.call(*args) if kind in self.tapes else self._recorded(kind, args)
+
+    def _is_watched(self) -> bool:
+        """Whether somebody wants to see each op of a call."""
+        return (
+            profiler_is_on() or bool(torch._C._len_torch_dispatch_stack()) or launches_are_hooked()
+        )
+
+    def _kind(self, args: Sequence[Input], addresses: Sequence[int]) -> Hashable:
+        aligned: Hashable = reduce(or_, addresses, 0) % ALIGNMENT == 0
+        if not aligned:
+            aligned = tuple([address % ALIGNMENT for address in addresses])
+        layouts = [(x.shape, x.stride()) for i in self.varying if isinstance(x := args[i], Tensor)]
+        return (aligned, *[args[i] for i in self.scalars or ()], *layouts)
+
+    def _recorded(self, kind: Hashable, args: Sequence[Input]) -> Outputs:
+        """Call the graph, and compare what it does with its last call of this kind."""
+        if (reason := self._refused(args)) is not None:
+            self._give_up(kind, reason)
+            return self.call(*args)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self.call(*args)
+        outputs, recording = record(self.call, args, self._most_bytes())
+        last = self.attempts.pop(kind, _Attempt())
+        number = last.number + 1
+        if isinstance(recording, str):
+            self._give_up(kind, recording)
+            return outputs
+        if last.recording is not None:
+            try:
+                self._compare(tape_of(last.recording, recording, shared=False), args)
+                self.tapes[kind] = tape_of(last.recording, recording)
+                return outputs
+            except Unrepeatable as why:
+                if number >= MOST_ATTEMPTS:
+                    self._give_up(kind, str(why))
+                    return outputs
+        self.attempts[kind] = _Attempt(recording, number)
+        self._forget_oldest()
+        return outputs
+
+    def _compare(self, tape: Tape, args: Sequence[Input]) -> None:
+        """Raise Unrepeatable if CUDA sees other kernels in the tape than in the call."""
+        if self.device.type != "cuda":
+            return
+        addresses = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in args]
+
+        def repeat() -> Outputs:
+            return tape(args, addresses, current_stream(self.device))
+
+        with torch.cuda.device(self.device):
+            try:
+                kernels = captured_kernels(lambda: self.call(*args), self.device)
+                repeated = captured_kernels(repeat, self.device)
+            except RuntimeError as error:
+                raise Unrepeatable(first_line(error)) from error
+        if kernels != repeated:
+            missing = (kernels - repeated).total()
+            raise Unrepeatable(f"{missing} of {kernels.total()} kernels are launched unseen")
+
+    def _refused(self, args: Sequence[Input]) -> str | None:
+        if len(self.tapes) >= MOST_KINDS:
+            return f"{MOST_KINDS} kinds of calls are repeated already"
+        devices = {x.device for x in args if isinstance(x, Tensor) and x.dim()}
+        if not devices <= {self.device}:
+            return f"inputs on {', '.join(sorted(map(str, devices)))}"
+        kinds = {type(x) for x in args if isinstance(x, Tensor)}
+        others = sorted(kind.__name__ for kind in kinds - {Tensor, nn.Parameter, nn.Buffer})
+        return f"an input is a {others[0]}" if others else None
+
+    def _give_up(self, kind: Hashable, reason: str) -> None:
+        if len(self.tapes) < 2 * MOST_KINDS:
+            self.tapes[kind] = None
+        note = f"calls are not repeated without their Python: {reason}"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _most_bytes(self) -> int:
+        """How much memory recordings may keep from being freed."""
+        if self.device.type != "cuda":
+            return MOST_BYTES
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return min(MOST_BYTES, free // 4)
+
+    def _forget_oldest(self) -> None:
+        """Free recordings whose kind of call did not come again, if all take too much memory."""
+        left = self._most_bytes()
+        for attempt in reversed(self.attempts.values()):
+            left -= attempt.recording.bytes if attempt.recording else 0
+            if left < 0:
+                attempt.recording = None

@@ -1,0 +1,221 @@
+"""A recorded call as generated Python: one line for each kernel and each op of PyTorch, with all
+that does not vary written into it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc.replay.memory import Fixed, InInput, InTemporary, Memory, Temporary, arrange
+from atomc.replay.recording import Call, Event, Recording, Unrepeatable
+from atomc.replay.shared_calls import share_calls
+from atomc.torch_compat.core import Input, Outputs
+from atomc.torch_compat.launches import STREAM, Launch
+
+# tape(inputs, addresses of those that are tensors, by number, stream)
+Tape = Callable[[Sequence[Input], Sequence[int], int], Outputs]
+
+
+def tape_of(first: Recording, second: Recording, *, shared: bool = True) -> Tape:
+    """A function that does what both calls did, for other inputs of the same kind.
+
+    shared  ops that compute the same run once
+
+    Raises Unrepeatable if the two calls differ in more than addresses.
+    """
+    if len(first.events) != len(second.events):
+        raise Unrepeatable("calls launch different numbers of kernels")
+    events = list(zip(first.events, second.events, strict=True))
+    memory = Memory(first, second)
+    for number, (event, twin) in enumerate(events):
+        _place(memory, event, twin, number)
+    for x, other in _tensors(first.outputs, second.outputs):
+        place = memory.place(x, other, len(events))
+        if isinstance(place, InTemporary):
+            if place.temporary.first == len(events):
+                raise Unrepeatable("no visible kernel has written an output")
+            place.temporary.needs_tensor = True
+    left_out = share_calls(memory, first.events) if shared else set()
+    return _Writer(memory, second).tape(events, left_out, first.outputs)
+
+
+def _place(memory: Memory, event: Event, twin: Event, number: int) -> None:
+    """Find the places of the tensors of an event."""
+    if type(event) is not type(twin) or event.function != twin.function:
+        raise Unrepeatable("calls launch different kernels")
+    for x, other in _tensors((event.args, event.kwargs), (twin.args, twin.kwargs)):
+        place = memory.place(x, other, number)
+        if isinstance(place, InTemporary):
+            temporary = place.temporary
+            if isinstance(event, Call):
+                if temporary.first == number and not event.function._schema.is_mutable:
+                    raise Unrepeatable("an op reads memory that nothing visible has written")
+                temporary.needs_tensor = True
+            else:
+                temporary.needs_tensor |= not event.addresses
+    if isinstance(event, Call) and isinstance(twin, Call):
+        for x, other in _tensors(event.results, twin.results):
+            known = memory.holds(x)
+            place = memory.place(x, other, number)
+            if isinstance(place, InTemporary) and not known:
+                if place.offset:
+                    raise Unrepeatable(f"{event.function} returns a part of its memory")
+                place.temporary.needs_tensor, place.temporary.returned = True, True
+
+
+class _Writer:
+    """Writes the lines of a tape, once all places are found."""
+
+    def __init__(self, memory: Memory, recording: Recording):
+        self.memory, self.inputs = memory, recording.inputs
+        self.constants: dict[str, Any] = {}
+        self.names: dict[Temporary, str] = {}
+        in_arena = [one for one in memory.temporaries() if not one.needs_tensor]
+        self.offsets, self.arena_bytes = arrange(in_arena)
+        devices = {one.device for one in in_arena}
+        if len(devices) > 1:
+            raise Unrepeatable("its temporaries are on several devices")
+        self.device = next(iter(devices), None)
+
+    def tape(
+        self, events: Sequence[tuple[Event, Event]], left_out: Set[int], outputs: Outputs
+    ) -> Tape:
+        lines = []
+        if self.device is not None:
+            size, device = self.arena_bytes, self.constant(self.device)
+            lines += [f"arena = empty({size}, dtype=uint8, device={device})"]
+            lines += ["a = arena.data_ptr()"]
+        for number, (event, twin) in enumerate(events):
+            if number not in left_out:
+                lines += self.event(event, twin, number)
+            lines += [f"del {name}" for one, name in self.names.items() if one.last == number]
+        lines += [f"return {self.value(outputs, outputs, tensors=True)}"]
+        source = "\n    ".join(["def tape(inputs, addresses, stream):", *lines])
+        names: dict[str, Any] = {"view": _view, **self.constants}
+        names |= {name: getattr(torch, name) for name in ("empty", "empty_strided", "uint8")}
+        exec(compile(source, "<atomc replay>", "exec"), names)
+        tape: Tape = names["tape"]
+        return tape
+
+    def event(self, event: Event, twin: Event, number: int) -> Iterator[str]:
+        for one in self.memory.temporaries():
+            if one.first == number and one.needs_tensor:
+                self.names[one] = f"t{len(self.names)}"
+                if not one.returned:
+                    yield f"{self.names[one]} = {self.allocation(one)}"
+        function = self.constant(event.function)
+        if isinstance(event, Launch) and isinstance(twin, Launch):
+            tensors = not event.addresses
+            head = self.values(event.head, twin.head, tensors)
+            yield f"{function}({', '.join([*head, *self.operands(event, twin, tensors)])})"
+        elif isinstance(event, Call) and isinstance(twin, Call):
+            call = f"{function}({', '.join(self.operands(event, twin, tensors=True))})"
+            results = [self.result(x, number) for x in event.results]
+            yield f"{', '.join(results)} = {call}" if any(x != "_" for x in results) else call
+
+    def result(self, x: Any, number: int) -> str:
+        """The name for what a call returns."""
+        place = self.memory.find(x) if isinstance(x, Tensor) else None
+        one = place.temporary if isinstance(place, InTemporary) else None
+        return self.names[one] if one and one.returned and one.first == number else "_"
+
+    def operands(self, event: Event, twin: Event, tensors: bool) -> list[str]:
+        if event.kwargs.keys() != twin.kwargs.keys():
+            raise Unrepeatable("a kernel gets other arguments in each call")
+        return [
+            *self.values(event.args, twin.args, tensors),
+            *(f"{k}={self.value(x, twin.kwargs[k], tensors)}" for k, x in event.kwargs.items()),
+        ]
+
+    def values(self, items: Sequence[Any], twins: Sequence[Any], tensors: bool) -> list[str]:
+        if len(items) != len(twins):
+            raise Unrepeatable("a kernel gets other arguments in each call")
+        return [self.value(*pair, tensors) for pair in zip(items, twins, strict=True)]
+
+    def value(self, x: Any, twin: Any, tensors: bool) -> str:
+        """An expression for an argument, or for the output. tensors: otherwise addresses."""
+        if isinstance(x, Tensor):
+            return self.tensor(x) if tensors else self.address(x)
+        if type(x) is tuple and type(twin) is tuple:
+            return f"({''.join(f'{one}, ' for one in self.values(x, twin, tensors))})"
+        if type(x) is list and type(twin) is list:
+            return f"[{', '.join(self.values(x, twin, tensors))}]"
+        if isinstance(x, tuple) and type(x) is type(twin):  # a NamedTuple
+            return f"{self.constant(type(x))}({', '.join(self.values(x, twin, tensors))})"
+        if x is STREAM:
+            return "stream"
+        if type(x) is not type(twin) or not (x == twin or x != x):
+            raise Unrepeatable(f"a kernel gets another number in each call: {x}, then {twin}")
+        return self.constant(x)
+
+    def constant(self, x: Any) -> str:
+        if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):
+            return repr(x)
+        name = f"c{len(self.constants)}"
+        self.constants[name] = x
+        return name
+
+    def address(self, x: Tensor) -> str:
+        place = self.memory.find(x)
+        if isinstance(place, Fixed):
+            self.constant(place.tensor)  # stays alive
+            return str(x.data_ptr())
+        if isinstance(place, InInput):
+            base = f"addresses[{place.number}]"
+        elif place.temporary in self.offsets:
+            return f"a + {self.offsets[place.temporary] + place.offset}"
+        else:
+            base = f"{self.names[place.temporary]}.data_ptr()"
+        return f"{base} + {place.offset}" if place.offset else base
+
+    def tensor(self, x: Tensor) -> str:
+        place = self.memory.find(x)
+        if isinstance(place, Fixed):
+            return self.constant(place.tensor)
+        if isinstance(place, InInput):
+            base, memory = f"inputs[{place.number}]", self.inputs[place.number]
+        else:
+            base, memory = self.names[place.temporary], place.temporary.example
+        layout = f"{tuple(x.shape)}, {x.stride()}"
+        if isinstance(memory, Tensor) and memory.dtype == x.dtype:
+            if not place.offset:
+                return base if _layout(x) == _layout(memory) else f"{base}.as_strided({layout})"
+            if isinstance(place, InTemporary):
+                return f"{base}.as_strided({layout}, {place.offset // x.element_size()})"
+        return f"view({base}, {place.offset}, {self.constant(x.dtype)}, {layout})"
+
+    def allocation(self, one: Temporary) -> str:
+        x, device = one.example, self.constant(one.device)
+        dtype = self.constant(x.dtype)
+        return f"empty_strided({tuple(x.shape)}, {x.stride()}, dtype={dtype}, device={device})"
+
+
+def _tensors(items: Any, twins: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors in an argument, each with that at the same place of its twin."""
+    if isinstance(items, Tensor) and isinstance(twins, Tensor):
+        yield items, twins
+    elif isinstance(items, Mapping) and isinstance(twins, Mapping):
+        for name in items.keys() & twins.keys():
+            yield from _tensors(items[name], twins[name])
+    elif isinstance(items, list | tuple) and isinstance(twins, list | tuple):
+        for pair in zip(items, twins, strict=False):
+            yield from _tensors(*pair)
+
+
+def _layout(x: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    return x.shape, x.stride()
+
+
+def _view(
+    base: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    """A view of the memory of `base`. offset: in bytes from its first element."""
+    if base.dtype == dtype:
+        start = base.storage_offset() + offset // dtype.itemsize
+        return base.as_strided(shape, stride, start)
+    start = base.storage_offset() * base.element_size() + offset
+    x = torch.empty(0, dtype=dtype, device=base.device)
+    return x.set_(base.untyped_storage(), start // dtype.itemsize, shape, stride)
