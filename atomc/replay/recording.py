@@ -31,6 +31,8 @@ class Call:
 
 
 Event = Launch | Call
+# Namespaces of ops in which processes wait for each other, and that all must repeat or none.
+_COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "symm_mem")
 
 
 @dataclass
@@ -62,6 +64,8 @@ def record(
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the ops of PyTorch, and, by `launched`, kernels."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, recording: Recording, most_bytes: int):
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording, self.most_bytes = recording, most_bytes
@@ -78,6 +82,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if not isinstance(function, OpOverload) or function.namespace in _COLLECTIVE:
+            self._stop(f"it calls {function}")
+            return function(*args, **(kwargs or {}))
         if _is_composite(function):
             with self:
                 return function.decompose(*args, **(kwargs or {}))
@@ -129,12 +136,15 @@ def _is_read_by_host(function: OpOverload, operands: Sequence[Tensor]) -> bool:
 def _computes_nothing(
     function: OpOverload, operands: Sequence[Tensor], results: Sequence[Any]
 ) -> bool:
-    """Whether a call returns only views of its operands, or memory without values, or nothing but
-    what follows from shapes.
+    """Whether a call returns only views of its operands, or memory without values, or has nothing
+    to do with tensors.
     """
-    if function._schema.is_mutable:
-        return False
+    tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
+    if function._schema.is_mutable or not tensors:
+        return not (operands or tensors)
     if function.overloadpacket.__name__.removeprefix("new_").startswith("empty"):
         return True
+    # Without an annotation, an op of another library may do something with what it returns.
     storages = {_address(x) for x in operands}
-    return all(_address(x) in storages for x in tree_leaves(results) if isinstance(x, Tensor))
+    is_view = function.is_view or function.namespace == "aten"
+    return is_view and all(_address(x) in storages for x in tensors)

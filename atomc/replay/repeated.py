@@ -22,6 +22,7 @@ from atomc.torch_compat.core import (
     Input,
     Outputs,
     profiler_is_on,
+    without_autocast,
     without_torch_functions,
 )
 from atomc.torch_compat.launches import current_stream, launches_are_hooked
@@ -78,11 +79,16 @@ class Repeated:
             addresses = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in args]
             kind = self._kind(args, addresses)
             if tape := self.tapes.get(kind):
-                if self.device.type == "cpu" or self.device.index == torch.cuda.current_device():
-                    return tape(args, addresses, current_stream(self.device))
-                with torch.cuda.device(self.device):
-                    return tape(args, addresses, current_stream(self.device))
+                return self._repeat(tape, args, addresses)
         return self.call(*args) if kind in self.tapes else self._recorded(kind, args)
+
+    def _repeat(self, tape: Tape, args: Sequence[Input], addresses: Sequence[int]) -> Outputs:
+        # Recorded ops have the dtypes that autocast has chosen.
+        with without_autocast():
+            if self.device.type == "cpu" or self.device.index == torch.cuda.current_device():
+                return tape(args, addresses, current_stream(self.device))
+            with torch.cuda.device(self.device):
+                return tape(args, addresses, current_stream(self.device))
 
     def _is_watched(self) -> bool:
         """Whether somebody wants to see each op of a call."""
@@ -129,13 +135,12 @@ class Repeated:
             return
         addresses = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in args]
 
-        def repeat() -> Outputs:
-            return tape(args, addresses, current_stream(self.device))
-
         with torch.cuda.device(self.device):
             try:
                 kernels = captured_kernels(lambda: self.call(*args), self.device)
-                repeated = captured_kernels(repeat, self.device)
+                repeated = captured_kernels(
+                    lambda: self._repeat(tape, args, addresses), self.device
+                )
             except RuntimeError as error:
                 raise Unrepeatable(first_line(error)) from error
         if kernels != repeated:

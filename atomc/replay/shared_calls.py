@@ -48,7 +48,12 @@ def _is_repeatable(
     memory: Memory, call: Call, number: int, written: dict[Owner, list[int]]
 ) -> bool:
     """Whether a call only returns new memory, that nothing writes later, and always the same."""
-    if call.function._schema.is_mutable or torch.Tag.nondeterministic_seeded in call.function.tags:
+    function = call.function
+    if (
+        function.namespace != "aten"
+        or function._schema.is_mutable
+        or torch.Tag.nondeterministic_seeded in function.tags
+    ):
         return False
     results = _results(memory, call)
     tensors = [x for x in tree_leaves(call.results) if isinstance(x, Tensor)]

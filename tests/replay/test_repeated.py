@@ -179,8 +179,52 @@ def test_other_dtypes_see_the_same_memory():
     assert graph.calls == 2
 
 
+def test_ops_of_users_run_in_each_call(monkeypatch):
+    counts = []
+    with torch.library._scoped_library("replay_test", "DEF") as library:
+        library.define("touch(Tensor x) -> Tensor")  # returns its argument, without saying so
+        library.define("check(Tensor x) -> ()")
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("touch", lambda x: counts.append("touch") or x, "CPU")
+        library.impl("check", lambda x: counts.append("check"), "CPU")
+        library.impl("twice", lambda x: counts.append("twice") or x * 2, "CPU")
+        ops = torch.ops.replay_test
+
+        def calls(x):
+            y = ops.touch(x + 1)
+            ops.check(y)
+            return ops.twice(y) + ops.twice(y)
+
+        graph, function = repeats(calls)
+        for _ in range(4):
+            x = torch.randn(3)
+            assert_all_equal([function(x)], [(x + 1) * 2 + (x + 1) * 2])
+        assert graph.calls == 2
+        assert counts == ["touch", "check", "twice", "twice"] * 4
+
+
+def test_autocast_casts_what_the_graph_lets_it_cast():
+    def mixed(x, weight):
+        y = x @ weight
+        with torch.autocast("cpu", enabled=False):
+            return y, x @ weight
+
+    graph, function = repeats(mixed)
+    for _ in range(4):
+        x, weight = torch.randn(3, 4), torch.randn(4, 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_all_equal(function(x, weight), mixed(x, weight))
+    assert graph.calls == 2
+
+
 def reads(x):
     return x * (2 if x.sum().item() > 0 else 3)
+
+
+def maps(x):
+    from torch._higher_order_ops.map import map as mapped
+
+    return mapped(lambda row: row + 1, x[:, None])
 
 
 def selects(x):
@@ -215,11 +259,12 @@ def unseen_result(x):
     [
         (reads, "the host reads what aten._local_scalar_dense.default returns"),
         (selects, "the host reads what aten.index.Tensor returns"),
+        (maps, "it calls map_impl"),
         (Alternating(), "another number in each call"),
         (unseen, "an op reads memory that nothing visible has written"),
         (unseen_result, "no visible kernel has written an output"),
     ],
-    ids=["item", "selection", "number", "unseen", "unseen result"],
+    ids=["item", "selection", "map", "number", "unseen", "unseen result"],
 )
 def test_what_cannot_be_repeated_runs_as_it_is_and_says_why(function, reason):
     graph, function = repeats(function)
