@@ -27,8 +27,8 @@ from atomc.torch_compat.core import (
 T = TypeVar("T")
 MOST_GRAPHS = 32
 # Calls of the same shapes before a capture: Triton compiles, Inductor measures, libraries allocate
-# their workspaces, and kernels, which are loaded on demand, are loaded.
-CALLS_BEFORE_CAPTURE = 2
+# their workspaces, kernels are loaded, and by then a capture can repeat what a call launches.
+CALLS_BEFORE_CAPTURE = 3
 # The kinds of the copied inputs: shapes and layouts, or values of numbers.
 Key = tuple[Hashable, ...]
 # Of the report: the shapes of the copied inputs, and the bytes of a graph.

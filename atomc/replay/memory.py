@@ -28,14 +28,12 @@ class Temporary:
     example      a tensor that takes all of it
     first, last  the numbers of the first and the last event that use it; the outputs have the
                  number after the last event
-    needs_tensor whether something uses it as a tensor, not only as an address
-    returned     whether its first event returns it; otherwise it is allocated before
+    returned     whether its first event returns it
     """
 
     example: Tensor
     first: int
     last: int
-    needs_tensor: bool = False
     returned: bool = False
 
     @property
@@ -69,6 +67,7 @@ class Memory:
     """Finds the place of each tensor of a recording, and of its twin in another recording."""
 
     def __init__(self, first: Recording, second: Recording):
+        self.num_events = len(first.events)
         self._inputs = (_by_storage(first.inputs), _by_storage(second.inputs))
         # Address of a storage in the first recording -> that in the second, and the temporary.
         self._temporaries: dict[int, tuple[int, Temporary]] = {}

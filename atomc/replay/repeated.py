@@ -1,8 +1,8 @@
-"""A compiled graph whose calls are repeated from the third one of a kind on.
+"""A compiled graph whose calls are repeated from the fourth one of a kind on.
 
-The first two calls of a kind run as they are, and what they launch is recorded. What both did alike
-is fixed; addresses that differ are temporaries. Later calls of that kind launch the same with
-temporaries of their own, and nothing else: no shapes, no checks, no choice of tiles.
+All that the second and the third call of a kind launch is recorded. What both did alike is fixed;
+addresses that differ are temporaries. Later calls of that kind launch the same with temporaries of
+their own, and nothing else: no shapes, no checks, no choice of tiles.
 """
 
 from collections.abc import Hashable, Sequence
@@ -40,7 +40,7 @@ ALIGNMENT = 16
 
 @dataclass
 class _Attempt:
-    """The latest recording of a kind of calls, and how many there were."""
+    """The latest recording of a kind of calls, and how many there were; none of the first call."""
 
     recording: Recording | None = None
     number: int = 0
@@ -110,8 +110,11 @@ class Repeated:
             return self.call(*args)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.call(*args)
+        if kind not in self.attempts:  # it may never come again
+            self._attempt(kind, _Attempt())
+            return self.call(*args)
         outputs, recording = record(self.call, args, self._most_bytes())
-        last = self.attempts.pop(kind, _Attempt())
+        last = self.attempts.pop(kind)
         number = last.number + 1
         if isinstance(recording, str):
             self._give_up(kind, recording)
@@ -125,8 +128,7 @@ class Repeated:
                 if number >= MOST_ATTEMPTS:
                     self._give_up(kind, str(why))
                     return outputs
-        self.attempts[kind] = _Attempt(recording, number)
-        self._forget_oldest()
+        self._attempt(kind, _Attempt(recording, number))
         return outputs
 
     def _compare(self, tape: Tape, args: Sequence[Input]) -> None:
@@ -171,10 +173,15 @@ class Repeated:
         free, _ = torch.cuda.mem_get_info(self.device)
         return min(MOST_BYTES, free // 4)
 
-    def _forget_oldest(self) -> None:
-        """Free recordings whose kind of call did not come again, if all take too much memory."""
-        left = self._most_bytes()
-        for attempt in reversed(self.attempts.values()):
-            left -= attempt.recording.bytes if attempt.recording else 0
+    def _attempt(self, kind: Hashable, attempt: _Attempt) -> None:
+        """Keep an attempt, and forget the oldest ones, or at least their recordings if all take too
+        much memory: their kinds of calls did not come again.
+        """
+        self.attempts[kind] = attempt
+        if len(self.attempts) > MOST_KINDS:
+            del self.attempts[next(iter(self.attempts))]
+        left = self._most_bytes() if attempt.recording else 0
+        for one in reversed(self.attempts.values()) if attempt.recording else ():
+            left -= one.recording.bytes if one.recording else 0
             if left < 0:
-                attempt.recording = None
+                one.recording = None

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.replay.memory import Fixed, InInput, InTemporary, Memory, Temporary, arrange
+from atomc.replay.memory import (
+    ALIGNMENT,
+    Fixed,
+    InInput,
+    InTemporary,
+    Memory,
+    Temporary,
+    arrange,
+)
 from atomc.replay.recording import Call, Event, Recording, Unrepeatable
 from atomc.replay.shared_calls import share_calls
 from atomc.torch_compat.core import Input, Outputs
@@ -34,10 +42,8 @@ def tape_of(first: Recording, second: Recording, *, shared: bool = True) -> Tape
         _place(memory, event, twin, number)
     for x, other in _tensors(first.outputs, second.outputs):
         place = memory.place(x, other, len(events))
-        if isinstance(place, InTemporary):
-            if place.temporary.first == len(events):
-                raise Unrepeatable("no visible kernel has written an output")
-            place.temporary.needs_tensor = True
+        if isinstance(place, InTemporary) and place.temporary.first == len(events):
+            raise Unrepeatable("no visible kernel has written an output")
     left_out = share_calls(memory, first.events) if shared else set()
     return _Writer(memory, second).tape(events, left_out, first.outputs)
 
@@ -46,63 +52,72 @@ def _place(memory: Memory, event: Event, twin: Event, number: int) -> None:
     """Find the places of the tensors of an event."""
     if type(event) is not type(twin) or event.function != twin.function:
         raise Unrepeatable("calls launch different kernels")
+    only_reads = isinstance(event, Call) and not event.function._schema.is_mutable
     for x, other in _tensors((event.args, event.kwargs), (twin.args, twin.kwargs)):
+        is_new = not memory.holds(x)
         place = memory.place(x, other, number)
-        if isinstance(place, InTemporary):
-            temporary = place.temporary
-            if isinstance(event, Call):
-                if temporary.first == number and not event.function._schema.is_mutable:
-                    raise Unrepeatable("an op reads memory that nothing visible has written")
-                temporary.needs_tensor = True
-            else:
-                temporary.needs_tensor |= not event.addresses
+        if only_reads and is_new and isinstance(place, InTemporary):
+            raise Unrepeatable("an op reads memory that nothing visible has written")
     if isinstance(event, Call) and isinstance(twin, Call):
         for x, other in _tensors(event.results, twin.results):
-            known = memory.holds(x)
+            is_new = not memory.holds(x)
             place = memory.place(x, other, number)
-            if isinstance(place, InTemporary) and not known:
+            if is_new and isinstance(place, InTemporary):
                 if place.offset:
                     raise Unrepeatable(f"{event.function} returns a part of its memory")
-                place.temporary.needs_tensor, place.temporary.returned = True, True
+                place.temporary.returned = True
 
 
 class _Writer:
-    """Writes the lines of a tape, once all places are found."""
+    """Writes the lines of a tape, once all places are found.
+
+    Temporaries lie in one allocation, the arena, but those that an op returns and the outputs,
+    which have names.
+    """
 
     def __init__(self, memory: Memory, recording: Recording):
         self.memory, self.inputs = memory, recording.inputs
         self.constants: dict[str, Any] = {}
         self.names: dict[Temporary, str] = {}
-        in_arena = [one for one in memory.temporaries() if not one.needs_tensor]
+        self.arenas: dict[torch.dtype, str] = {}  # the arena as a tensor of each dtype
+        in_arena = [one for one in memory.temporaries() if not self.is_named(one)]
         self.offsets, self.arena_bytes = arrange(in_arena)
         devices = {one.device for one in in_arena}
         if len(devices) > 1:
             raise Unrepeatable("its temporaries are on several devices")
         self.device = next(iter(devices), None)
 
+    def is_named(self, one: Temporary) -> bool:
+        return one.returned or one.last == self.memory.num_events
+
     def tape(
         self, events: Sequence[tuple[Event, Event]], left_out: Set[int], outputs: Outputs
     ) -> Tape:
-        lines = []
-        if self.device is not None:
-            size, device = self.arena_bytes, self.constant(self.device)
-            lines += [f"arena = empty({size}, dtype=uint8, device={device})"]
-            lines += ["a = arena.data_ptr()"]
+        lines: list[str] = []
         for number, (event, twin) in enumerate(events):
             if number not in left_out:
                 lines += self.event(event, twin, number)
             lines += [f"del {name}" for one, name in self.names.items() if one.last == number]
         lines += [f"return {self.value(outputs, outputs, tensors=True)}"]
-        source = "\n    ".join(["def tape(inputs, addresses, stream):", *lines])
+        source = "\n    ".join(["def tape(inputs, addresses, stream):", *self.arena(), *lines])
         names: dict[str, Any] = {"view": _view, **self.constants}
         names |= {name: getattr(torch, name) for name in ("empty", "empty_strided", "uint8")}
         exec(compile(source, "<atomc replay>", "exec"), names)
         tape: Tape = names["tape"]
         return tape
 
+    def arena(self) -> Iterator[str]:
+        if self.device is not None:
+            device = self.constant(self.device)
+            size = -(-self.arena_bytes // ALIGNMENT) * ALIGNMENT  # a multiple of that of each dtype
+            yield f"arena = empty({size}, dtype=uint8, device={device})"
+            yield "a = arena.data_ptr()"
+            for dtype, name in self.arenas.items():
+                yield f"{name} = arena.view({self.constant(dtype)})"
+
     def event(self, event: Event, twin: Event, number: int) -> Iterator[str]:
         for one in self.memory.temporaries():
-            if one.first == number and one.needs_tensor:
+            if one.first == number and self.is_named(one):
                 self.names[one] = f"t{len(self.names)}"
                 if not one.returned:
                     yield f"{self.names[one]} = {self.allocation(one)}"
@@ -175,11 +190,15 @@ class _Writer:
         place = self.memory.find(x)
         if isinstance(place, Fixed):
             return self.constant(place.tensor)
+        layout = f"{tuple(x.shape)}, {x.stride()}"
         if isinstance(place, InInput):
             base, memory = f"inputs[{place.number}]", self.inputs[place.number]
+        elif place.temporary in self.offsets:
+            arena = self.arenas.setdefault(x.dtype, f"arena{len(self.arenas)}")
+            offset = self.offsets[place.temporary] + place.offset
+            return f"{arena}.as_strided({layout}, {offset // x.element_size()})"
         else:
             base, memory = self.names[place.temporary], place.temporary.example
-        layout = f"{tuple(x.shape)}, {x.stride()}"
         if isinstance(memory, Tensor) and memory.dtype == x.dtype:
             if not place.offset:
                 return base if _layout(x) == _layout(memory) else f"{base}.as_strided({layout})"

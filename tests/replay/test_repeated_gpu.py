@@ -75,7 +75,7 @@ def test_results_are_those_of_the_graph_and_stay(number, block, repeated):
 def test_another_alignment_gets_other_kernels(block, repeated):
     compiled, plain = block
     memory = rows(9).flatten()
-    for start in (0, 1, 8, 2) * 4:
+    for start in (0, 1, 8, 2) * 5:
         x = memory[start : start + 4 * 256].view(4, 256)
         assert torch.equal(compiled(x), plain(x))
     assert is_repeated(repeated)
@@ -83,9 +83,10 @@ def test_another_alignment_gets_other_kernels(block, repeated):
 
 def test_streams_and_threads_do_not_share_temporaries(block, repeated):
     compiled, plain = block
-    expected = [plain(rows(64, seed)) for seed in range(4)]
-    for _ in range(3):
-        compiled(rows(64))
+    with torch.inference_mode():
+        expected = [plain(rows(64, seed)) for seed in range(4)]
+        for _ in range(4):
+            compiled(rows(64))
     assert is_repeated(repeated)
     results = {}
 
@@ -114,7 +115,7 @@ def test_a_kernel_that_nothing_sees_keeps_a_call_from_being_repeated():
     notes = []
     function = Repeated(launches, DEVICE, False, notes)
     x = torch.ones(4, device=DEVICE)
-    for _ in range(6):
+    for _ in range(8):
         assert torch.equal(function(x), x + 1)
     assert "1 of 2 kernels are launched unseen" in notes[0] and not is_repeated([function])
 
@@ -132,7 +133,7 @@ def test_a_repeated_call_can_be_captured(block, repeated):
     compiled, plain = block
     x = rows(4)
     with torch.inference_mode():
-        for _ in range(4):
+        for _ in range(5):
             compiled(x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -186,4 +187,5 @@ def test_generate_beyond_a_sliding_window_captures_one_graph_a_shape(mode, repea
     assert is_repeated(repeated), notes
     assert not any("no CUDA graph" in note or "not repeated" in note for note in notes), notes
     if mode:
-        assert [len(report.cuda_graphs) for report in reports if report.cuda_graphs] == [1]
+        # Dynamo makes a graph of its own for a full window.
+        assert max(len(report.cuda_graphs) for report in reports) == 1
