@@ -10,7 +10,9 @@ rotating   a test, or what remains of its cases, at one change in --rotation, dr
 """
 
 import random
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -43,27 +45,43 @@ def cases_left_out(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
             by_test.setdefault(function_id(item), []).append(item)
     left_out = []
     for name, cases in by_test.items():
-        indices = [case.callspec.indices for case in cases]  # type: ignore[attr-defined]
-        fixed = covering_cases(indices)
+        fixed = covering_cases([values_of(case) for case in cases])
         others = [case for turn, case in enumerate(cases) if turn not in fixed]
         drawn = random.Random(f"{seed} {name}").choice(others) if others else None
         left_out += [case for case in others if case is not drawn]
     return left_out
 
 
-def covering_cases(indices: list[dict[str, int]]) -> set[int]:
+def values_of(case: pytest.Item) -> dict[str, Hashable]:
+    """What each parameter has in a case; of several that one decorator lists, together. (pytest 9
+    numbers the cases in callspec.indices, not the values, but for those of fixtures.)
+    """
+    spec = case.callspec  # type: ignore[attr-defined]
+    values: dict[str, Hashable] = dict(spec.indices)
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        value = tuple(_hashed(spec.params[name.strip()]) for name in names)
+        values |= {name.strip(): value for name in names}
+    return values
+
+
+def _hashed(value: Any) -> Hashable:
+    return value if isinstance(value, Hashable) else id(value)
+
+
+def covering_cases(cases: Sequence[Mapping[str, Hashable]]) -> set[int]:
     """Cases in which all values, or pairs of them, occur, given which value each parameter has in
     each case: at each turn the first of those with most that has not occurred.
     """
-    columns: dict[tuple[int, ...], str] = {}
-    for name in indices[0]:  # parameters that change together are one
-        column = tuple(values[name] for values in indices)
+    columns: dict[tuple[Hashable, ...], str] = {}
+    for name in cases[0]:  # parameters that change together are one
+        column = tuple(values[name] for values in cases)
         if len(set(column)) > 1:
             columns[column] = name
     strength = max(0, min(len(columns) - 1, 2))
     parts = [
         set(combinations([(name, column[turn]) for column, name in columns.items()], strength))
-        for turn in range(len(indices))
+        for turn in range(len(cases))
     ]
     missing, fixed = set().union(*parts), set()
     while missing:

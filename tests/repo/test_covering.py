@@ -7,7 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from covering import cases_left_out, covering_cases, rotating_left_out
+from covering import (
+    cases_left_out,
+    covering_cases,
+    function_id,
+    rotating_left_out,
+    values_of,
+)
 
 
 def indices(*numbers: int) -> list[dict[str, int]]:
@@ -34,6 +40,21 @@ def test_fixed_cases_cover_values_and_pairs_of_three(numbers: tuple[int, ...], c
 
 def test_parameters_that_change_together_are_one() -> None:
     assert covering_cases([{"scheme": n, "limit": n, "same": 0} for n in range(3)]) == {0}
+
+
+@pytest.mark.parametrize("first, second", [(True, [1]), (False, [2])])
+@pytest.mark.parametrize("third", [None, 0.5, [3]])
+def test_values_of_a_case_are_numbered_by_decorators(
+    first: bool, second: list[int], third: Any, request: pytest.FixtureRequest
+) -> None:
+    name = function_id(request.node)
+    cases = [item for item in request.session.items if function_id(item) == name]
+    if len(cases) < 6:
+        pytest.skip("a part of the tests is selected")
+    values = [values_of(item) for item in cases]
+    assert [len({case[name] for case in values}) for name in ("first", "third")] == [2, 3]
+    assert all(case["first"] == case["second"] for case in values)
+    assert len(covering_cases(values)) == 3
 
 
 @pytest.mark.covering
