@@ -230,19 +230,22 @@ def falls_back() -> Result:
         return {"eager": function(X), "compiled": compiled} | reported()
 
 
-PROGRAMS: dict[str, Callable[[Path], Result]] = {
+Programs = dict[str, Callable[[Path], Result]]
+PER_CHANGE: Programs = {
+    "sum and norm": lambda folder: of_block(Block(), TENSOR),
+    "all of DTensors": lambda folder: all_of_dtensors(),
+    "weights change": lambda folder: weights_change(),
+}
+ROTATING: Programs = {
     "transformers": lambda folder: of_model(loaded(LLAMA, folder)),
     "parallelize_module": lambda folder: of_model(divided(LLAMA)),
-    "sum and norm": lambda folder: of_block(Block(), TENSOR),
     "biases": lambda folder: of_block(Block(bias=True), TENSOR),
     "scaled sum": lambda folder: of_block(Scaled(), TENSOR),
     "sequence": lambda folder: of_block(Block(), SEQUENCE, part=True),
-    "all of DTensors": lambda folder: all_of_dtensors(),
-    "weights change": lambda folder: weights_change(),
     "autocast": lambda folder: under_autocast(),
     "dynamic DTensor": lambda folder: dynamic_dtensor(),
 }
-SLOW: dict[str, Callable[[Path], Result]] = {
+SLOW: Programs = {
     "transformers, biases": lambda folder: of_model(
         loaded(Case("llama", "transformers", BIASES), folder)
     ),
@@ -277,7 +280,7 @@ def run(rank: int, ranks: int, folder: Path, names: list[str]) -> None:
     for name in names:
         torch._dynamo.reset()
         try:
-            out: Any = (PROGRAMS | SLOW)[name](folder)
+            out: Any = (PER_CHANGE | ROTATING | SLOW)[name](folder)
         except Exception:  # of any kind: the test of the program shows it
             out = traceback.format_exc()
         torch.save(out, folder / f"{name}-{rank}.pt")

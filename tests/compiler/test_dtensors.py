@@ -20,19 +20,18 @@ RANKS = 2
 
 
 class Runs:
-    """What two processes wrote, which run when the first of their programs is read."""
+    """What two processes wrote, which run a table of programs when the first of them is read."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     @cache  # noqa: B019 - lives as long as the module's tests
-    def of(self, slow: bool) -> Path:
-        folder = self.folder / f"slow {slow}"
+    def of(self, *names: str) -> Path:
+        folder = self.folder / names[0]
         folder.mkdir()
-        names = list(ranks.SLOW if slow else ranks.PROGRAMS)
         context = multiprocessing.get_context("spawn")
         processes = [
-            context.Process(target=ranks.run, args=(rank, RANKS, folder, names), daemon=True)
+            context.Process(target=ranks.run, args=(rank, RANKS, folder, [*names]), daemon=True)
             for rank in range(RANKS)
         ]
         for process in processes:
@@ -45,8 +44,10 @@ class Runs:
     def __call__(self, name: str) -> list[dict[str, Any]]:
         """The results of each rank."""
         found = []
+        tables = (ranks.PER_CHANGE, ranks.ROTATING, ranks.SLOW)
+        folder = self.of(*next(table for table in tables if name in table))
         for rank in range(RANKS):
-            path = self.of(name in ranks.SLOW) / f"{name}-{rank}.pt"
+            path = folder / f"{name}-{rank}.pt"
             assert path.exists(), "the process ended before this program, or still runs it"
             result = torch.load(path)
             assert not isinstance(result, str), result
@@ -97,6 +98,7 @@ def test_a_divided_model_computes_what_it_does_eager_and_on_one_process(
     assert first["compiled"].equal(second["compiled"])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "gathers"),
     [
@@ -173,8 +175,13 @@ BLOCKS = {
 }
 
 
-@pytest.mark.rotating
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.rotating] * (name in ranks.ROTATING))
+        for name in BLOCKS
+    ],
+)
 def test_layouts_of_a_block(name: str, runs: Runs) -> None:
     for result in runs(name):
         assert result["treated"], result["why_not"]
