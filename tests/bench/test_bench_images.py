@@ -19,6 +19,7 @@ def bench() -> ModuleType:
     return loaded("images")
 
 
+@pytest.mark.rotating
 def test_both_ways_choose_tokens_and_their_times_are_written(
     bench: ModuleType,
     tmp_path: Path,

@@ -50,6 +50,7 @@ def bench() -> Iterator[ModuleType]:
             yield module
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize(
     ("name", "few", "many"),

@@ -53,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.rotating
 def test_schemes_of_a_mixture_are_measured_within_their_bounds(
     bench: ModuleType, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

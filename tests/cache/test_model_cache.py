@@ -158,6 +158,7 @@ def traced_since(program):
 IN_OTHERS = ("untied", "window")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in IN_OTHERS else ()) for name in MODELS],

@@ -426,6 +426,7 @@ def test_help_and_version_need_not_import_torch():
     assert re.fullmatch(r"atomc \d+\.\d+\.\d+\nFalse\n", done.stdout)
 
 
+@pytest.mark.rotating
 def test_a_reader_that_stops_reading_is_no_error():
     read, write = os.pipe()
     os.close(read)

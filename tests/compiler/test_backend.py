@@ -59,6 +59,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.rotating
 def test_the_backend_is_found_by_name_in_a_program_that_never_imports_atomc() -> None:
     code = (
         "import torch; m = torch.nn.Linear(4, 4).requires_grad_(False); x = torch.randn(3, 4)\n"

@@ -49,6 +49,7 @@ def test_an_exported_norm_of_any_number_of_rows_is_recognized() -> None:
     assert atomc.explain(plain, x, dynamic=True).matches["rms_norm"] == 1
 
 
+@pytest.mark.rotating
 def test_an_exported_model_has_the_rewrites_of_the_model() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

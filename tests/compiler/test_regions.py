@@ -278,6 +278,7 @@ def test_a_prepared_model_works_for_every_number_of_tokens(dynamic: bool | None)
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("backend", ["atom", "eager"])
 def test_prepared_layers_that_cannot_be_regions_are_traced_one_by_one(backend: str) -> None:
     model, other = atomc.prepare(stack(kind="breaks")), atomc.prepare(stack())

@@ -263,6 +263,7 @@ def test_a_program_that_the_runtime_compiles_leaves_nothing_for_the_next_compile
     assert floats_made_inputs(other, args) == []
 
 
+@pytest.mark.rotating
 def test_what_a_user_compiled_before_is_nothing_to_the_runtime_and_stays() -> None:
     first, args = as_ours("Llama", rms_norm_eps=1e-2)
     second, _ = as_ours("Llama", rms_norm_eps=1e-3)

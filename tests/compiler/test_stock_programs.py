@@ -138,6 +138,7 @@ def test_generate_with_a_compile_config_runs_one_graph_for_all_tokens(name: str)
     assert len(since(before)) == len(reports), since(before)[-1].recompile
 
 
+@pytest.mark.rotating
 @each("Llama")
 def test_optional_outputs_of_a_compiled_generate_are_those_of_eager(name: str) -> None:
     model = built(name, attn_implementation="eager")

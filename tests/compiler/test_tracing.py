@@ -119,6 +119,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.rotating
 def test_torch_logs_turns_our_logging_on():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

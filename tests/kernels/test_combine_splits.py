@@ -11,6 +11,7 @@ from atomc.kernels.triton.attention.combine_splits import FEW_ROWS, combined
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rows", [3, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize(("splits", "width"), [(2, 80), (5, 512), (33, 192)])
 def test_splits_are_weighted_by_the_softmax_mass_of_their_keys(

@@ -152,6 +152,7 @@ FRAGMENT_TILES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tile", FRAGMENT_TILES, ids=lambda tile: "-".join(map(str, tile)))
 @pytest.mark.parametrize(
     ("function", "case"),

@@ -53,6 +53,7 @@ CUTS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("attributes", [{}, {"window": 6}], ids=["causal", "window"])
 def test_a_cut_changes_no_result_whatever_the_sequences(

@@ -118,6 +118,7 @@ except triton.CompilationError:
 """
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["alone", "helped", "killed", "late"])
 def test_each_kernel_is_compiled_and_loaded_once_in_a_thread_and_does_not_run(kind, tmp_path):
     script = tmp_path / "elsewhere.py"  # Triton reads the source of kernels

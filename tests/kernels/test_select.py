@@ -348,6 +348,7 @@ def lengths_doubled(seq_lens: Tensor, heads: int) -> tuple[Tensor, ...]:
 COMPUTED: list[int] = []
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("glue", ["eager", "inductor"])
 def test_what_layers_have_in_common_is_computed_once_a_step(tiny: nn.Module, glue: str) -> None:
     def attend(

@@ -103,10 +103,10 @@ def compiled(target: str, calls: tuple[str, ...], cache: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("target", "calls"),
     [
-        pytest.param("sm90", CALLS + LINEARS, id="sm90"),
+        pytest.param("sm90", CALLS + LINEARS, id="sm90", marks=pytest.mark.rotating),
         pytest.param("gfx942", ON_AMD, id="gfx942"),
         pytest.param("gfx942", CALLS, id="gfx942, all", marks=pytest.mark.slow),
-        pytest.param("sm90", EXPERTS + CHUNKS, id="sm90 experts and chunks"),
+        pytest.param("sm90", EXPERTS + CHUNKS, id="sm90, others", marks=pytest.mark.rotating),
     ],
 )
 def test_every_kernel_compiles(target: str, calls: tuple[str, ...], tmp_path: Path) -> None:
@@ -126,6 +126,7 @@ def test_one_or_two_warps_multiply_rows_that_are_read_16_bytes_at_a_time(tmp_pat
         assert "kWidth = 2" in text and "kWidth = 4" not in text
 
 
+@pytest.mark.rotating
 def test_4_bit_weights_are_multiplied_in_the_registers_that_read_them(tmp_path: Path) -> None:
     """Through shared memory a product takes several times as long; only its result, written once,
     goes there.
@@ -141,6 +142,7 @@ def test_4_bit_weights_are_multiplied_in_the_registers_that_read_them(tmp_path: 
         assert text.count("st.shared") < 10
 
 
+@pytest.mark.rotating
 def test_int4_layers_are_multiplied_in_the_registers_that_read_them(tmp_path: Path) -> None:
     """Weights do not pass through shared memory a second time; scales are read ahead, too."""
     cases = ("parts that are not full", "groups of 128, several programs")

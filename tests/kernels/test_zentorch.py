@@ -229,6 +229,7 @@ def test_few_rows_of_int4_are_left_to_pytorchs_kernel_unless_it_cannot_or_zentor
     assert refusal_text(INT4_FEW, ZEN4, int4_arguments() | odd) is None
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("how", "int8", "int4"),
     [
@@ -393,6 +394,7 @@ def compare(scheme: str, dtype: torch.dtype) -> None:
         del model, compiled
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("scheme", "dtype"), [("int8", torch.float32), ("int4", torch.bfloat16)])
 @torch.no_grad()
 def test_a_quantized_model_runs_by_zentorch_and_never_reads_stale_weights(

@@ -242,6 +242,7 @@ def test_chunks_give_the_logits_and_the_state_of_the_cache_of_transformers(
             assert error(state, wanted[kind]) < 1e-4, (size, kind)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("whose", "name"), some({("stock", "qwen3_next")}, KINDS))
 def test_a_served_model_gives_the_text_that_transformers_generates(whose: str, name: str) -> None:
     model, prompts = theirs(name), prompts_of(20, 40)
@@ -251,6 +252,7 @@ def test_a_served_model_gives_the_text_that_transformers_generates(whose: str, n
     assert text == expected
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("whose", "name"), some({("ours", "qwen3_5_moe")}, KINDS))
 def test_preempted_and_aborted_requests_leave_others_their_tokens(whose: str, name: str) -> None:
     settings = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 16}
@@ -424,6 +426,7 @@ def test_padding_and_a_cache_are_those_of_the_class(name: str) -> None:
 # ---- torch.compile in the user's own program
 
 
+@pytest.mark.rotating
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11."),
     reason="torch 2.11 traces is_exporting() as true, and the class solves no triangular system",

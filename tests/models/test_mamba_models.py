@@ -247,6 +247,7 @@ def test_chunks_give_the_logits_and_the_state_of_the_cache_of_transformers(name:
             assert error(state, wanted[kind]) < 1e-4, (size, kind)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", some())
 def test_a_served_model_gives_the_text_that_transformers_generates(name: str) -> None:
     prompts = prompts_of(20, 40)
@@ -274,6 +275,7 @@ def test_a_saved_model_with_an_infinite_limit_and_no_maximum_length_is_served(tm
     assert list(answer.token_ids) == ids[0, 3:].tolist()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", some(("granite",)))
 def test_preempted_and_aborted_requests_leave_others_their_tokens(name: str) -> None:
     settings = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 16}
@@ -291,6 +293,7 @@ def test_preempted_and_aborted_requests_leave_others_their_tokens(name: str) -> 
     assert any(len(found[int(i)]) < 24 for i in aborts.values())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", some(("lfm2",)))
 def test_requests_share_prefixes_by_snapshots_and_rejected_drafts_change_nothing(name: str) -> None:
     prompts = prompts_of(4, 12, common=90) * 2

@@ -87,6 +87,7 @@ SETTINGS = [
 FAST = [("ours", "deepseek_v3", CHUNKS), ("stock", "deepseek_v2", CHUNKS)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("whose", "name", "settings"),
     [pytest.param(*each, marks=() if each in FAST else pytest.mark.slow) for each in SETTINGS],

@@ -331,6 +331,7 @@ FAST = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "cell",
     [
@@ -363,6 +364,7 @@ def test_a_compiled_model_computes_what_the_eager_one_does(cell: Cell, tmp_path:
         assert median_error(compiled, expected) < 1.5 * median_error(logits(eager), expected)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "whose"),
     [

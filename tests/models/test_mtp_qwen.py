@@ -213,6 +213,7 @@ def greedily(model, prompt, tokens):
     assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == tokens
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_the_models_through_preemption_and_snapshots_of_prefixes(
     checkpoints, kind

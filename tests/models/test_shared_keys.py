@@ -87,6 +87,7 @@ def llm_of(model: nn.Module) -> LLM:
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", [pytest.param("Gemma3n", marks=pytest.mark.slow), "Gemma4"])
 def test_gemma_with_shared_keys_answers_as_in_transformers(kind: str) -> None:
     model = gemma(kind)

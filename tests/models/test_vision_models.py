@@ -236,6 +236,7 @@ def test_the_encoder_follows_weights_that_a_user_writes(encoders):
         weight.data.div_(2.0)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("whose", [pytest.param("ours", marks=pytest.mark.slow), "stock"])
 def test_an_owned_encoder_in_bf16_is_as_close_as_the_eager_one(whose):
     expected = THREE.embeddings(theirs("qwen3_vl"))
@@ -272,6 +273,7 @@ def generated(model: Any, ids: list[int], count: int) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("whose", "kind"), some(("stock", "qwen3_vl")))
 def test_text_is_generated_as_by_transformers(whose, kind):
     generator = torch.Generator().manual_seed(5)

@@ -98,6 +98,7 @@ def write_one_by_one(
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", DIVIDED.values(), ids=DIVIDED)
 @pytest.mark.parametrize(
     ("kind", "largest"),

@@ -397,6 +397,7 @@ STOCK = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", STOCK)
 def test_eager_attention_of_transformers_with_padding_is_one_op_a_layer(name):
     transformers = pytest.importorskip("transformers")

@@ -56,6 +56,7 @@ def test_qkv_and_gate_up_become_one_linear_each(bias: bool) -> None:
     close(model(X), expected)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "bias"),
     [
@@ -97,6 +98,7 @@ def test_programs_for_the_runtime_merge_and_share_packs_with_the_backend() -> No
     assert live_bytes() - before < whole(*weights(mlp.gate_proj, mlp.up_proj)).nbytes
 
 
+@pytest.mark.rotating
 def test_a_model_on_the_meta_device_is_counted_and_explained() -> None:
     report = atomc.explain(own("meta"))
     assert merges(report) == {"merge_qkv": 2, "merge_gate_up": 2}

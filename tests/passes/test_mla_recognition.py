@@ -78,6 +78,7 @@ def test_each_layer_of_a_stock_model_is_one_op_under_torch_compile(
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("attention", "dynamic"),
     [
@@ -98,6 +99,7 @@ def test_without_a_cache_the_mask_of_one_sequence_is_causal(attention: str, dyna
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "given",
     [

@@ -169,6 +169,7 @@ MIXED: dict[str, tuple[dict[str, object], Callable[[int], int]]] = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "whose", "layers", "dynamic"),
     [
@@ -271,6 +272,7 @@ def test_weights_with_another_number_of_experts_run_the_same_graph() -> None:
     assert len(since(before)) == 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("activation", [F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh")])
 @pytest.mark.parametrize("biased", [False, True])
@@ -306,6 +308,7 @@ def test_without_transformers_the_pattern_of_its_functions_is_not_looked_for(
     assert report.bugs == []
 
 
+@pytest.mark.rotating
 def test_a_loop_over_experts_says_where_the_graph_ends_and_what_to_set() -> None:
     model = stock("qwen3_moe", "eager", torch.float32)
     before = atomc.reports()

@@ -241,6 +241,7 @@ FAST = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "whose", "layers", "scheme"),
     [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],

@@ -98,6 +98,7 @@ def test_another_mask_stays(name: str) -> None:
     assert found["mask"] is not None and found["causal"] is False
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_stock_model_without_a_cache_needs_no_mask_of_one_sequence(dynamic: bool) -> None:
     model = stock("llama", 1, device="cpu", dtype=torch.float32)

@@ -103,6 +103,7 @@ def test_each_layer_with_experts_has_one_site_and_no_other_gate(name: str, layer
     assert ops.get("silu_and_mul", 0) == min(dense, layers)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name",
     ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in [*MODELS][1:])],
@@ -221,6 +222,7 @@ def test_in_bf16_the_sum_is_as_close_to_fp32_as_with_a_shared_expert_of_its_own(
     assert together < 1.1 * apart
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_of_each_scheme_take_a_shared_one_of_that_scheme(scheme: str) -> None:
     model = theirs_of(

@@ -157,6 +157,7 @@ def test_predicted_decode_steps_of_the_h200_are_within_a_quarter_of_the_measured
         )
 
 
+@pytest.mark.rotating
 def test_a_machine_on_which_nothing_was_measured_gets_a_lower_bound(planned):
     b200, h200 = planned("sm100"), planned("h200")
     assert b200.lower_bound == "lower bound: no kernel was measured on NVIDIA B200"

@@ -28,6 +28,7 @@ PAGES = [
     ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+LONG = {"transformers.md", "compile.md"}  # whole models, which other tests compile as well
 
 
 def blocks(page, language):
@@ -35,7 +36,12 @@ def blocks(page, language):
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.rotating] * (page.name in LONG), id=page.name)
+        for page in PAGES
+        if blocks(page, "python")
+    ],
 )
 def test_python_blocks_run_one_after_another_and_print_what_they_say(
     page, tmp_path, capsys, monkeypatch

@@ -82,6 +82,7 @@ def test_a_client_streams_from_a_server(
     assert answer and re.fullmatch(r"[1-5] tokens after \d+ of the prompt", count)
 
 
+@pytest.mark.rotating
 def test_an_op_of_the_user_runs_its_kernel_in_a_model() -> None:
     # In a process of its own: an op cannot be taken back.
     done = subprocess.run(

@@ -230,6 +230,7 @@ print(*sorted({"passes", "models", "runtime"} & {name.partition(".")[0] for name
 """
 
 
+@pytest.mark.rotating
 def test_no_module_is_imported_under_a_second_name():
     names = [
         "atomc." + ".".join(path.with_suffix("").parts).removesuffix(".__init__")

@@ -108,6 +108,7 @@ def test_the_program_of_the_runtime_is_held_to_it_too():
         )
 
 
+@pytest.mark.rotating
 def test_more_than_expected_breaks_it_unless_it_says_at_least():
     with pytest.raises(
         atomc.ContractError, match=r"rope fired 6 times in 3 layers, expected 3 \(layers\)"
@@ -283,6 +284,7 @@ def program(folder, monkeypatch):
     return monkeypatch
 
 
+@pytest.mark.rotating
 def test_in_ci_an_edit_of_one_layer_fails_the_check_with_rewrite_layer_and_reason(program, capsys):
     program.setenv("EDITED", "1")
     assert main([*PROGRAM, "--check", "base.json"]) == 1

@@ -278,6 +278,7 @@ def test_every_stage_reproduces_what_was_recorded(record, dumped, run):
         assert reproduces(ran), (file.name, *ran)
 
 
+@pytest.mark.rotating
 def test_stages_of_the_runtime_reproduce_what_was_recorded_once_they_have_a_cache(dumped, run):
     files = programs(dumped(record_runtime))
     bound = next(i for i, file in enumerate(files) if file.stem.endswith("bind_state"))
@@ -369,6 +370,7 @@ def test_another_process_writes_the_same_bytes(dumped, tmp_path):
     assert written[0] == written[1]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dump", [dump_stock, dump_own, dump_runtime])
 def test_no_path_of_the_machine_is_in_a_dump(dump, dumped):
     for file in dumped(dump):

@@ -159,6 +159,7 @@ def test_it_is_accessible_in_light_and_dark_and_asks_for_nothing(name, request, 
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name",
     ["qwen3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8_llama", "mixtral"))],
@@ -173,6 +174,7 @@ def test_a_report_that_was_json_has_the_same_page(qwen3):
     assert html_of([Report.of(json.loads(qwen3.to_json()))]) == html_of([qwen3])
 
 
+@pytest.mark.rotating
 def test_layers_that_look_alike_share_a_column(qwen3, opened):
     page = opened(html_of([qwen3]))
     heads = [head.inner_text() for head in page.query_selector_all(".grid thead th")][1:]
@@ -185,6 +187,7 @@ def test_layers_that_look_alike_share_a_column(qwen3, opened):
     assert "layers 1-7, layer 1 shown" in page.text_content("[aria-label='The graph as it runs']")
 
 
+@pytest.mark.rotating
 def test_rewrites_that_cannot_apply_are_folded_away(qwen3, opened):
     page = opened(html_of([qwen3]))
     names = {name for name, numbers in cells(page).items() if set(numbers) == {"\u2013"}}

@@ -78,6 +78,7 @@ def test_what_a_request_gets_is_what_it_gets_alone(alone, number):
         )
 
 
+@pytest.mark.rotating
 def test_in_fp32_too_where_products_do_not_depend_on_their_rows():
     common, options = {"dtype": "float32", "device": "cpu"}, {"batch_invariant": True}
     alone = equality.Alone(equality.engine_of(equality.ENGINES[2], common, options, LONGEST))

@@ -106,6 +106,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "kind",
     [

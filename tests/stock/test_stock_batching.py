@@ -82,6 +82,7 @@ def test_a_batch_of_an_attention_that_misses_the_cache_is_refused() -> None:
     assert len(batched(model)) == len(PROMPTS)
 
 
+@pytest.mark.rotating
 def test_a_batch_that_fails_is_refused_with_its_error(monkeypatch) -> None:
     model = atomc.prepare_batching(built("Llama"))
     monkeypatch.delattr("atomc.stock.batching._sequences")

@@ -87,6 +87,7 @@ def test_a_parameter_that_others_move_does_not_lie_at_its_address() -> None:
     assert packed_weights.packed_together(a) == [] and packed_weights.packed_together(b) == []
 
 
+@pytest.mark.rotating
 def test_the_table_forgets_a_parameter_with_what_was_made_of_it_and_others() -> None:
     from atomc.weights.prepared import prepared_weight
 

@@ -40,6 +40,7 @@ MODELS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "name",
     # Per change, other rows have experts, and fp8 with a scale for each of some weights.

@@ -233,6 +233,7 @@ def own(dtype: torch.dtype) -> nn.Module:
     return ready(create_model(config, dtype=dtype, device="meta"))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "dtype", "count"),
     [
@@ -251,6 +252,7 @@ def test_each_router_of_a_stock_model_in_16_bits_fires_once(
     assert not report.misses("linear_fp32")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("scheme", [None, "fp8"])
 def test_a_router_of_our_model_runs_on_tensor_cores_and_other_fusions_stay(
     scheme: str | None,

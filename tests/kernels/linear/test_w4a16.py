@@ -47,6 +47,7 @@ def in_strips(codes: Tensor, scale: Tensor, zeros: Tensor | None, group: int) ->
 INT4_TILES = [(8, 128, 4, 2, 1), (16, 32, 2, 2, 4), (64, 64, 4, 2, 2, 256), (8, 16, 1, 3, 9, 128)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
     ("columns", "group", "dtype"),

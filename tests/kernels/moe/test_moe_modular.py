@@ -556,6 +556,7 @@ def test_triton_on_a_cpu_without_its_interpreter_is_refused(
         Call("none", torch.float32).run(BatchedReference(), TritonBatched())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("target", "kernels"), [("sm90", 13), pytest.param("gfx942", 9, marks=pytest.mark.slow)]
 )

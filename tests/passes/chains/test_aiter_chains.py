@@ -132,6 +132,7 @@ def report_of(where: str, layers: int) -> Report:
 
 
 # Per change two layers of dense models, and one of DeepSeek-V3's, which take longest.
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("number", "layers"),
     [

@@ -78,6 +78,7 @@ def check(report: Report, scheme: str, layers: int) -> None:
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("make", "layers", "dynamic"),
     [
@@ -108,6 +109,7 @@ def test_blocks_that_end_at_the_border_of_a_projection_follow_it() -> None:
     check(atomc.explain(quantized(model, "fp8_block"), options=STRICT), "fp8_block", 2)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("make", "scheme", "cache"),
     [

@@ -76,6 +76,7 @@ def test_a_served_mixture_counts_what_its_routers_chose(checkpoint):
     }
 
 
+@pytest.mark.rotating
 def test_without_the_option_the_graph_is_the_same_as_without_the_pass(checkpoint):
     model = loader.load(checkpoint)
     graphs = {}
@@ -131,6 +132,7 @@ def test_metrics_have_the_total_and_the_imbalance_of_each_layer():
     assert "expert" not in metrics_of(Stats(0, 0, 0, 1, 16, 16))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [[], pytest.param(["--dp", 2, "--ep"], marks=pytest.mark.slow)])
 def test_a_server_returns_the_tokens_of_each_expert(checkpoint, ranks):
     flags = ["--num-blocks", 64, "--options", "glue=eager", "--expert-load", *ranks]

@@ -308,6 +308,7 @@ class Stream(threading.Thread):
             time.sleep(0.01)
 
 
+@pytest.mark.covering
 @linux
 @pytest.mark.parametrize("name", FROZE)
 def test_a_stream_goes_on_while_another_request_asks_for_too_much(demo_server, name):

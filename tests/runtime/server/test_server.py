@@ -885,6 +885,7 @@ def test_answers_do_not_depend_on_what_runs_beside_them(client):
         assert list(pool.map(text, prompts))[:4] == alone
 
 
+@pytest.mark.rotating
 def test_no_request_that_fits_the_openapi_schema_breaks_the_server(server, http):
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings

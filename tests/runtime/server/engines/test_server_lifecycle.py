@@ -91,6 +91,7 @@ gc.freeze = record
 """
 
 
+@pytest.mark.rotating
 def test_the_heap_of_a_started_server_is_left_out_of_collections(tmp_path, monkeypatch):
     """One collection of the libraries' objects stops every stream for 60 ms."""
     (tmp_path / "sitecustomize.py").write_text(RECORD_FREEZES)

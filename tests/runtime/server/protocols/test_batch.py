@@ -48,6 +48,7 @@ LINES = [
 ]
 
 
+@pytest.mark.rotating
 def test_lines_get_the_answers_that_the_server_gives(api_server, tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     bad = [
