@@ -112,6 +112,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     shared_objects.hide()
+    shared_objects.collect_seldom()
 
 
 def pytest_runtest_teardown():

@@ -20,6 +20,13 @@ def hide() -> None:
         _hidden = True
 
 
+def collect_seldom() -> None:
+    """Look for garbage seldom: what compilers allocate lives as long as a test, and a twelfth of the
+    time of all tests went into walks over it.
+    """
+    gc.set_threshold(100_000, 50, 100)
+
+
 @contextmanager
 def shown() -> Iterator[None]:
     """For a look at all objects. What is alive is hidden again behind it: a test that compiles
