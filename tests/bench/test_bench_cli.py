@@ -364,6 +364,7 @@ def test_figures_of_known_times():
     assert found["e2e_ms"]["max"] == 3000.0
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("ending, begins", [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_a_run_is_drawn(theirs, tmp_path, ending, begins):
     pytest.importorskip("matplotlib")
@@ -379,6 +380,7 @@ def test_a_run_is_drawn(theirs, tmp_path, ending, begins):
 SMALL = ("--input-len", 12, "--output-len", 3, "-q", "--options", "glue=eager")
 
 
+@pytest.mark.rotating
 def test_latency_runs_batch_after_batch(tmp_path):
     run("bench", "latency", "--batch-size", 2, "--repeat", 2, *SMALL, "--json", tmp_path / "l.json")
     found = json.loads((tmp_path / "l.json").read_text())
@@ -428,6 +430,7 @@ def test_startup_tells_a_cold_start_from_a_warm_one_and_where_the_seconds_went(t
     assert printed.splitlines()[0].split() == ["seconds", "cold", "warm"]
 
 
+@pytest.mark.rotating
 def test_a_failed_start_is_reported_with_its_last_line(wrong, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert "the engine did not start: " in wrong("bench", "startup", tmp_path, "--limit", 120)

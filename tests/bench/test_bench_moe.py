@@ -84,6 +84,7 @@ def test_each_line_is_a_call_of_the_kernel_that_is_taken(
         call.function(**call.sets[0])
 
 
+@pytest.mark.rotating
 def test_tiles_of_the_kernel_that_is_taken_are_tried(bench: ModuleType) -> None:
     args = argparse.Namespace(
         formats=["bf16", "mxfp4"],

@@ -61,6 +61,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rotating
 def test_the_table_has_the_outcome_of_each_test_and_the_graphs_of_atomc(
     bench: ModuleType,
     checkout: Path,

@@ -181,6 +181,7 @@ def test_an_input_that_is_written_is_written_by_a_hit_too(start):
         torch.testing.assert_close(found, store.sum(0))
 
 
+@pytest.mark.rotating
 def test_an_own_model_and_a_stock_one_start_warm(start):
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(
@@ -282,6 +283,7 @@ def test_a_kernel_that_depends_on_variables_around_it_switches_the_cache_off(sta
     torch.testing.assert_close(found, 3 * F.rms_norm(X, (32,), eps=torch.finfo(torch.float32).eps))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("damage", ["a byte", "the end", "everything", "what it refers to"])
 def test_a_damaged_entry_is_rebuilt_with_one_line(start, tmp_path, damage, caplog):
     expected, _ = start(Block())

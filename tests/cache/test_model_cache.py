@@ -530,6 +530,7 @@ def test_under_a_mode_of_torch_or_with_a_hook_on_all_modules_no_model_is_known()
     described_now(model)
 
 
+@pytest.mark.rotating
 def test_what_is_not_known_is_traced_at_each_start(start, monkeypatch):
     for _ in range(2):
         model = model_of()
@@ -587,6 +588,7 @@ def test_a_damaged_entry_is_rebuilt_from_that_of_the_graph(start, tmp_path, dama
     assert start(model_of()).report.phases.keys() == {"cache"}
 
 
+@pytest.mark.rotating
 def test_either_entry_may_have_been_evicted(start, tmp_path):
     folder = tmp_path / "cache"
     model = entry_of_the_model(folder)
@@ -616,6 +618,7 @@ def test_nothing_is_loaded_from_where_others_may_write(start, tmp_path):
     assert "dynamo" in program.report.phases
 
 
+@pytest.mark.rotating
 def test_a_changed_kernel_is_named_and_compiled_anew(start, tmp_path):
     def with_kernel(factor):
         with users_kernel.registered(tmp_path, factor):

@@ -162,6 +162,7 @@ def test_why_answers_for_one_module():
     assert run(*why, "gelu_and_mul").startswith("gelu_and_mul: no anchor: the graph has no gelu")
 
 
+@pytest.mark.rotating
 def test_why_of_what_only_the_runtime_has_says_so(wrong):
     why = ("explain", "--layers", 1, "--why")
     assert "exists only in the runtime" in run(*why, "qk_norm_rope_kv_write")

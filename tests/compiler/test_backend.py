@@ -546,6 +546,7 @@ def test_explaining_does_not_run_the_model_and_compiles_nothing(
     assert written.abs().sum() == 0
 
 
+@pytest.mark.rotating
 def test_explaining_again_and_again_does_not_run_into_a_recompile_limit(block: Block) -> None:
     for _ in range(12):
         assert atomc.explain(block, torch.randn(5, 32)).matches["rms_norm"] == 1

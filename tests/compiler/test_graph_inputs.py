@@ -148,6 +148,7 @@ def kept(folder, **options):
     )
 
 
+@pytest.mark.rotating
 def test_a_program_from_the_cache_has_the_same_inputs_as_the_one_that_was_compiled(tmp_path):
     cold, warm = kept(tmp_path), kept(tmp_path)
     assert (cold.report.cache, warm.report.cache) == ("miss: the cache is empty", "hit")
@@ -160,6 +161,7 @@ def test_a_program_from_the_cache_has_the_same_inputs_as_the_one_that_was_compil
     assert torch.equal(logits(warm)[0], logits(cold)[0])
 
 
+@pytest.mark.rotating
 def test_an_entry_without_the_inputs_is_compiled_again_with_a_line(tmp_path, caplog):
     expected = logits(kept(tmp_path))[0]
     for path in tmp_path.glob("*.atomc"):

@@ -114,6 +114,7 @@ def test_glue_of_twice_the_rows_knows_how_many_there_are(unbacked: bool) -> None
         torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.rotating
 def test_glue_that_only_reads_a_number_computed_of_a_size_knows_the_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -317,6 +317,7 @@ def test_a_failure_in_torch_to_trace_a_region_is_a_note(monkeypatch: pytest.Monk
     assert "AssertionError: Freevar has no source" in left_off(last())
 
 
+@pytest.mark.rotating
 def test_another_eps_in_one_layer_is_seen_under_dynamic_shapes() -> None:
     model = atomc.prepare(ours(4))
     model.model.layers[2].input_layernorm.eps = 0.5

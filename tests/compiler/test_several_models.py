@@ -225,6 +225,7 @@ def test_models_that_share_code_compute_what_they_do_without_a_compiler(
         assert atomc.reports()[-1].treated
 
 
+@pytest.mark.rotating
 def test_more_models_than_dynamo_recompiles_for_are_all_compiled_if_each_counts_for_itself() -> (
     None
 ):

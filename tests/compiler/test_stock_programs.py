@@ -210,6 +210,7 @@ def test_an_sdpa_model_compiles_with_dynamic_shapes_once() -> None:
     assert [report.treated for report in since(before)] == [True]
 
 
+@pytest.mark.rotating
 def test_the_default_that_transformers_serve_compiles_with_can_be_replaced(monkeypatch) -> None:
     """It names Inductor; generate passes no config when its server compiles."""
     model, before = built("Llama"), atomc.reports()

@@ -291,6 +291,7 @@ LATENT = TINY | {
 }
 
 
+@pytest.mark.rotating
 def test_latent_attention_is_absorbed_in_every_step_and_experts_run_by_such_kernels():
     model = ready(create_model(LATENT, dtype=torch.bfloat16, device="meta"))
     report = compile_model(
@@ -305,6 +306,7 @@ def test_latent_attention_is_absorbed_in_every_step_and_experts_run_by_such_kern
     assert found == {(name, INVARIANT, "any") for name in names}
 
 
+@pytest.mark.rotating
 def test_a_request_over_a_latent_cache_gets_the_bits_that_it_gets_alone():
     torch.manual_seed(0)
     model = ready(create_model(LATENT, dtype=torch.bfloat16))
@@ -361,6 +363,7 @@ def test_quantized_experts_without_such_a_kernel_are_an_error():
         )  # fmt: skip
 
 
+@pytest.mark.rotating
 def test_a_product_per_head_without_such_a_kernel_is_an_error():
     x, weight = torch.zeros(5, 2, 16, dtype=torch.uint8), torch.zeros(2, 24, 16, dtype=torch.uint8)
     scales = [torch.zeros(*codes.shape[:-1], 1, dtype=torch.uint8) for codes in (x, weight)]

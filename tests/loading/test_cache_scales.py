@@ -137,6 +137,7 @@ def test_a_checkpoint_that_asks_for_it_gets_its_cache_in_fp8(tmp_path: Path) -> 
     assert compiled.report.matches["rope_kv_write[fp8]"] == 2
 
 
+@pytest.mark.rotating
 def test_the_runtime_computes_with_the_scales_of_each_layer() -> None:
     """A weight of the keys a thousand times as large would saturate without its scale; with it
     nothing changes.

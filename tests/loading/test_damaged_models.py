@@ -782,6 +782,7 @@ def test_logits_that_are_nan_are_one_line(
     assert "Traceback" not in written.err
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("change", "prompts"),
     [

@@ -444,6 +444,7 @@ def test_compiled_as_it_is_a_class_unrolls_its_chunks_and_the_report_says_so() -
     assert "atomc.prepare(model)" in report.why("gated_delta_rule")
 
 
+@pytest.mark.rotating
 def test_a_prepared_class_calls_the_op_while_it_is_compiled() -> None:
     model = theirs("qwen3_5")
     expected = hf_logits(model, IDS, POSITIONS)

@@ -155,6 +155,7 @@ def hub_checkpoint(path: Path, name: str = "deepseek_v3") -> dict[str, Tensor]:
 
 
 # tests/quantization/test_mla_quantized.py serves such a checkpoint of a stock class.
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "stock",
     [pytest.param(False, id="ours"), pytest.param(True, id="stock", marks=pytest.mark.slow)],

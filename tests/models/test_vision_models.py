@@ -251,6 +251,7 @@ def test_an_owned_encoder_in_bf16_is_as_close_as_the_eager_one(whose):
     assert error(found, expected) < 1.5 * error(eager, expected)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("whose", [pytest.param("ours", marks=pytest.mark.slow), "stock"])
 def test_layers_that_add_embeddings_are_fused_as_those_of_text(whose):
     model = made(whose, "qwen3_vl")

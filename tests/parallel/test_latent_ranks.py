@@ -82,6 +82,7 @@ def test_the_results_of_ranks_sum_up_to_the_whole(kind: str) -> None:
     assert not outs[0].allclose(outs[1], atol=1e-2)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_has_the_weights_of_its_heads_and_whole_latents(kind: str) -> None:
     model, parts = models_of(kind)

@@ -330,6 +330,7 @@ def test_dummy_weights_are_parts_of_those_of_one_process(
 # ---- all ranks compile the same
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_ranks_share_what_is_compiled(kind: str, tmp_path: Path) -> None:
     options = {"cache": True, "cache_dir": str(tmp_path), "glue": "eager"}

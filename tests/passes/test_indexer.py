@@ -277,6 +277,7 @@ def test_an_unsupported_config_is_refused_in_one_sentence(
     assert str(raised.value) == sentence
 
 
+@pytest.mark.rotating
 def test_on_a_gpu_each_step_runs_in_kernels_that_a_graph_can_capture(tmp_path: Path) -> None:
     kind, config = KINDS["deepseek_v32"]
     theirs_of(kind, **config | ONE_LAYER).save_pretrained(tmp_path)

@@ -90,6 +90,7 @@ def test_without_rewrites_torchs_kernels_give_the_bits_of_eager(piece: str) -> N
     assert torch.equal(lifted(function, given, providers=("torch",)), function(*given))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("piece", PIECES)
 def test_without_rewrites_the_kernels_of_the_platform_are_as_near_to_fp32_as_eager(
     piece: str,

@@ -145,6 +145,7 @@ def test_text_and_memory_of_a_served_model_are_those_of_its_shared_experts(tmp_p
     ]
 
 
+@pytest.mark.rotating
 def test_the_load_of_experts_counts_those_that_a_router_chose_and_the_report_says_shared(
     tmp_path: Path,
 ) -> None:

@@ -100,6 +100,7 @@ def test_on_a_gpu_kernels_are_timed_in_a_cuda_graph(tmp_path):
     assert all(1e-7 < seconds < 1e-3 for seconds in timed.values())
 
 
+@pytest.mark.rotating
 def test_a_machine_without_a_data_sheet_is_measured():
     found = measure_peaks(Platform.detect("cpu"), torch.float32)
     assert 1e8 < found.bandwidth < 1e13 and 1e8 < found.flops < 1e15

@@ -295,6 +295,7 @@ def test_weights_and_cache_of_a_device_are_those_counted_by_hand(planned, device
     assert memory.cache < 0.9 * memory.total - memory.weights
 
 
+@pytest.mark.rotating
 def test_weights_in_fp8_take_half_and_their_scales(planned):
     memory = planned("gfx950", quantization="fp8").memory
     assert 0 <= memory.weights - weights_of(1, size=1) <= 2048
@@ -358,6 +359,7 @@ def test_a_layer_of_a_device_moves_its_share_of_the_weights(planned):
     assert cut.total("bytes", layers_only=True) < whole.total("bytes", layers_only=True) / 3
 
 
+@pytest.mark.rotating
 def test_a_model_of_transformers_is_cut_by_its_own_plan(folder):
     pytest.importorskip("transformers")
     config = {**SMALL, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
@@ -489,6 +491,7 @@ def test_the_command_prints_memory_kernels_and_sums(folder, capsys):
     assert "add_rms_norm_quant" in out.partition("plan: ")[0]  # the fusions stand before the plan
 
 
+@pytest.mark.rotating
 def test_the_plan_is_in_the_json(folder, capsys):
     asked = ["--layers", "1", "--platform", "h200", "--kv-cache-dtype", "fp8", "--json"]
     assert main(["explain", str(folder(SMALL)), *asked]) == 0

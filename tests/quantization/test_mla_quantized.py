@@ -148,6 +148,7 @@ def test_activations_with_a_static_scale_and_int4_with_zeros_are_recognized_too(
         assert sqnr(paged_logits(compile_model(expected, UNCACHED), IDS, (40,)), found) > 40
 
 
+@pytest.mark.rotating
 def test_without_state_the_model_keeps_its_quantized_product() -> None:
     model = atomc.quantize(stock("deepseek_v3", 1, **SIZES), "fp8_block")
     report = atomc.explain(model, options=UNCACHED)
@@ -310,6 +311,7 @@ def test_the_product_in_eight_bits_can_be_turned_off(off: bool | list[str]) -> N
             assert found["linear_by_head"] == 4 - left and "scaled_bmm_fp8" not in found
 
 
+@pytest.mark.rotating
 def test_heads_that_mxfp4_cannot_group_are_multiplied_in_16_bits() -> None:
     narrow = SIZES | {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8}
     model = wrap_stock(atomc.quantize(stock("deepseek_v3", 1, **narrow), "mxfp4"))

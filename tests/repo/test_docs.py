@@ -92,6 +92,7 @@ def test_commands_of_the_readme_run_on_the_bundled_model(command, capsys):
     assert main(shlex.split(command)) == 0, capsys.readouterr().err
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("path", "program"),
     sorted(

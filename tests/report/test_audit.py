@@ -176,6 +176,7 @@ def test_in_the_program_of_the_runtime_too(wrong_in, runs):
     found_first(audit, runs, f"model.layers.{FAULTY}.post_attention_layernorm")
 
 
+@pytest.mark.rotating
 def test_in_a_stock_model_and_with_regions_too(wrong_in, runs):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

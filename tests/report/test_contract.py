@@ -84,6 +84,7 @@ def test_the_backend_raises_it_out_of_the_users_call():
         model(IDS, use_cache=False)
 
 
+@pytest.mark.rotating
 def test_in_mode_warn_the_program_goes_on(caplog):
     options = {"expect": KEPT, "expect_mode": "warn", "glue": "eager"}
     model = llama(edited=0)
@@ -320,6 +321,7 @@ def test_a_rewrite_that_is_left_out_in_one_module_breaks_it_with_that_reason():
     )
 
 
+@pytest.mark.rotating
 def test_other_kernels_break_a_baseline(report):
     saved = contract.baseline([report])
     found = contract.differences(saved, [explain(llama(), glue="inductor")])

@@ -445,6 +445,7 @@ def with_constants(x):
     ).view(100, 3)
 
 
+@pytest.mark.rotating
 def test_small_constants_are_written_out_and_large_ones_made_up(tmp_path):
     explain(with_constants, torch.ones(3), options={"dump": str(tmp_path)})
     (file,) = (tmp_path / "graph_0").iterdir()

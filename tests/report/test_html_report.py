@@ -362,6 +362,7 @@ def test_reports_of_graphs_that_were_not_treated_or_are_empty_are_shown(opened):
     assert "No graph was compiled" in html_of([])
 
 
+@pytest.mark.rotating
 def test_64_layers_make_a_page_of_less_than_3_mb_even_if_no_two_are_alike(qwen3):
     def lines_of_layer_5(text):
         return [
@@ -685,6 +686,7 @@ def test_each_side_of_a_comparison_has_a_name(model, other, names):
     assert _names(argparse.Namespace(model=model, beside=other)) == names
 
 
+@pytest.mark.rotating
 def test_the_command_compares_with_what_another_version_wrote(tmp_path, capsys):
     assert main(["explain", "--layers", "2", "--json"]) == 0
     saved = tmp_path / "old.json"

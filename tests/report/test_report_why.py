@@ -33,6 +33,7 @@ def test_a_call_that_is_not_lifted_says_why():
     assert "expected a call that attention computes; found it has dropout" in why
 
 
+@pytest.mark.rotating
 def test_why_names_the_quantized_form_of_a_linear_and_of_experts():
     model = random_model("qwen3_moe")
     report = compile_model(ready(atomc.quantize(model, "int8")), {"glue": "eager"}).report

@@ -54,6 +54,7 @@ def test_transformers_splits_text_as_tokenizers_does():
     assert ids == tokenizers.Tokenizer.from_file(str(PATH / "tokenizer.json")).encode(text).ids
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_stock_transformers_reaches_the_recorded_perplexity(dtype):
     transformers = pytest.importorskip("transformers")

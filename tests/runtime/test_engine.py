@@ -281,6 +281,7 @@ def test_a_prefix_cache_that_the_layout_cannot_have_is_refused():
         engine("contiguous", enable_prefix_caching=True)
 
 
+@pytest.mark.rotating
 def test_a_cpu_has_a_prefix_cache_if_nothing_is_said():
     one = engine(None)
     assert one.scheduler.pool.shares and one.stats().no_prefix_cache == ""

@@ -416,6 +416,7 @@ def test_logits_of_which_no_token_can_be_drawn_are_an_error_of_the_model_at_that
     nothing_is_left(engine)
 
 
+@pytest.mark.rotating
 def test_what_a_request_with_undefined_logits_computed_is_not_shared(engine, monkeypatch):
     def cached():
         return run(engine, [victim(engine, salt="poisoned", **dict(GREEDY))])["victim"][
@@ -485,6 +486,7 @@ def test_hidden_states_that_are_nan_are_an_error(engine, monkeypatch):
     assert len(engine.embed([[5, 6], [7]])) == 2
 
 
+@pytest.mark.rotating
 def test_where_bits_do_not_depend_on_the_batch_a_row_of_nan_changes_none_either(monkeypatch):
     options = {**CONFIG["options"], "batch_invariant": True}
     one = Engine(EngineConfig(**{**CONFIG, "dtype": "float32", "options": options}), progress=False)
@@ -561,6 +563,7 @@ def test_what_stops_the_process_or_is_the_devices_is_not_contained(error):
 # Text
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "error", [RuntimeError("broken"), PanicException("broken")], ids=["error", "panic"]
 )

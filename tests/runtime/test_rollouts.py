@@ -70,6 +70,7 @@ def test_a_step_of_the_optimizer_is_the_update_and_old_prefixes_are_forgotten():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.rotating
 def test_an_update_is_noticed_after_requests_that_a_stop_token_has_ended():
     model = built()
     llm, optimizer = rollouts(model), torch.optim.AdamW(model.parameters(), lr=0.03)
@@ -119,6 +120,7 @@ def llm():
     return rollouts(built())
 
 
+@pytest.mark.rotating
 def test_a_module_in_training_mode_generates_without_dropout():
     config = transformers.PhiConfig(
         vocab_size=64,
@@ -135,6 +137,7 @@ def test_a_module_in_training_mode_generates_without_dropout():
     assert list(found.token_ids) == own_tokens(model.eval())
 
 
+@pytest.mark.rotating
 def test_an_llm_may_be_made_and_used_inside_and_outside_of_inference_mode():
     params = SamplingParams(max_tokens=8, ignore_eos=True, frequency_penalty=0.1)
     with torch.inference_mode():
@@ -146,6 +149,7 @@ def test_an_llm_may_be_made_and_used_inside_and_outside_of_inference_mode():
     assert list(found.token_ids) == own_tokens(built())
 
 
+@pytest.mark.rotating
 def test_the_owner_of_a_module_calls_its_own_attention():
     model, expected = built(), own_tokens(built())
     mask = torch.ones(2, len(PROMPT), dtype=torch.int64)
@@ -172,6 +176,7 @@ def test_weights_loaded_from_another_model_are_the_update():
     assert list(found.token_ids) == own_tokens(other) and found.num_cached == 0
 
 
+@pytest.mark.rotating
 def test_parameters_with_other_storage_are_one_error():
     model = built()
     llm = rollouts(model)
@@ -183,6 +188,7 @@ def test_parameters_with_other_storage_are_one_error():
         llm.generate([PROMPT], GREEDY)
 
 
+@pytest.mark.rotating
 def test_scores_have_the_bits_of_the_log_probabilities_of_sampling():
     llm = rollouts(built().eval(), batch_invariant=True)
     sampled = SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, logprobs=0, seed=1)

@@ -249,6 +249,7 @@ def test_padding_rows_change_nothing(served):
         assert request.new_tokens == alone.greedy(request.tokens[: request.num_prompt], 4)
 
 
+@pytest.mark.rotating
 def test_random_arrivals_lengths_and_aborts_in_a_small_pool_change_no_token(served):
     runner, block_size, alone = served
     generator = random.Random(1)

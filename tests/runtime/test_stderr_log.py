@@ -73,6 +73,7 @@ log.error("last")
     assert len(numbers) + sum(dropped) == lines and len(numbers) >= stderr_log.MAX_WAITING
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("end", ["", "exit_process(0)"])
 def test_a_process_ends_although_nothing_reads_its_log(end):
     process = start(f"for i in range(900): log.error(400 * 'x')\n{end}")

@@ -238,6 +238,7 @@ def test_the_verdict_is_kept_beside_the_program_and_belongs_to_its_configuration
     assert said() == "self-check"
 
 
+@pytest.mark.rotating
 def test_a_refused_class_is_refused_again(tmp_path):
     for _ in range(2):
         torch._dynamo.reset()

@@ -187,6 +187,7 @@ def test_a_served_model_refuses_to_save_load_or_lend_the_weights_that_were_freed
         layer.mlp.experts.gate_up_proj.cpu()
 
 
+@pytest.mark.rotating
 def test_two_ranges_that_want_two_layouts_of_experts_get_that_of_the_first() -> None:
     expected = random_model("qwen3_moe")(IDS, POSITIONS)
     with turning_experts(), turning_experts("scaled", turned_and_scaled, Tokens(9)):
@@ -290,6 +291,7 @@ def test_a_program_for_embeddings_reads_the_weights_that_the_first_one_prepared(
                 llm.engine.module.state_dict()
 
 
+@pytest.mark.rotating
 def test_a_program_that_needs_an_original_which_was_freed_says_so() -> None:
     model = random_model("qwen3_moe")
     with turning_experts(), turning_linears():
@@ -487,6 +489,7 @@ def test_the_memory_that_dummy_weights_need_is_counted_as_they_are_stored(
     assert 0 <= expected - sum(p.nbytes for p in model.parameters()) < 100
 
 
+@pytest.mark.rotating
 def test_an_audited_program_keeps_the_originals_that_the_audit_reads() -> None:
     expected = random_model("qwen3_moe")(IDS, POSITIONS)
     with turning_experts(), turning_linears():

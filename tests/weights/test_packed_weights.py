@@ -98,6 +98,7 @@ def test_ranges_of_token_counts_share_their_packs(layer: nn.Module) -> None:
     assert few == [(64, 32), (32, 32), (96, 32), (32, 48)]
 
 
+@pytest.mark.rotating
 def test_a_pack_is_freed_when_its_parts_move_away(mlp: Gated) -> None:
     run = compiled(mlp)
     run(X)
@@ -232,6 +233,7 @@ def test_a_program_of_the_runtime_refuses_weights_that_have_moved() -> None:
         program.check()
 
 
+@pytest.mark.rotating
 def test_a_saved_checkpoint_holds_the_same_tensors_as_before(tmp_path: Any) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     model = stock("Qwen3")

@@ -168,6 +168,7 @@ def test_the_report_says_how_much_memory_copies_take() -> None:
     )
 
 
+@pytest.mark.rotating
 @torch.no_grad()
 def test_graphs_over_the_same_weights_share_their_copies_and_free_them_with_the_weights() -> None:
     known = held()

@@ -56,6 +56,7 @@ def counted(function: Callable[..., Any], name: str, found: list[str]) -> Callab
 # One address
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("scheme", [None, "int8"])
 def test_each_parameter_has_the_one_address_that_the_table_says(scheme: str | None) -> None:
     model = loader.load(demo.PATH, progress=False, dtype=torch.float32)
@@ -202,6 +203,7 @@ def test_to_make_a_program_of_what_was_compiled_moves_no_memory(
     assert asked[-2:] == ["Program", "made"] and set(asked[:-2]) == {"packed", "prepared"}
 
 
+@pytest.mark.rotating
 def test_the_merge_pass_looks_and_moves_nothing() -> None:
     model = own()
     lay, moved = spans(model), []
@@ -288,6 +290,7 @@ def test_an_owner_is_told_which_weights_only_prepared_ones_stand_for(read, keeps
     assert inputs.replaced_groups(args) == replaced
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("tokens, freed", [(ops.Tokens(), True), (ops.Tokens(1, 8), False)])
 def test_a_program_reads_originals_of_replaced_weights_only_where_another_kernel_does(
     monkeypatch: pytest.MonkeyPatch, tokens: ops.Tokens, freed: bool

@@ -62,6 +62,7 @@ def test_the_table_names_every_function_of_aiter_that_is_called() -> None:
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("arch", ARCHS)
 def test_explain_chooses_aiter_for_the_runtime(
     arch: str, capsys: pytest.CaptureFixture[str]

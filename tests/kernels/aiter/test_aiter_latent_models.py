@@ -120,6 +120,7 @@ def test_deepseeks_steps_run_in_aiter_with_the_division_of_work_computed_once(
         assert sqnr(got, wanted) > 30
 
 
+@pytest.mark.rotating
 def test_a_cached_program_divides_the_work_once_a_step_as_well(
     tmp_path: Path, counted: list[int]
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_model_in_the_shuffled_layout_generates_the_tokens_of_a_paged_one() ->
     assert (shuffled, {"paged"}) == generated(providers=("torch",))
 
 
+@pytest.mark.rotating
 @pytest.mark.usefixtures("gfx950")
 def test_the_shuffled_layout_is_never_chosen_unasked() -> None:
     with stand_ins.installed("gfx950"):

@@ -177,6 +177,7 @@ class ReshapedNorms(qwen3.Layer):
         return x_TD
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("layer", "dynamic"),
     [
@@ -307,6 +308,7 @@ def test_the_same_is_recognised_when_nothing_is_known_about_the_token_count(kind
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["qwen3", per_change("gpt_oss", now=False)])
 def test_a_stock_layer_is_recognised_whole_when_nothing_is_known_about_the_token_count(
     kind: str,
@@ -321,6 +323,7 @@ def test_a_stock_layer_is_recognised_whole_when_nothing_is_known_about_the_token
     assert [counted(report, OF_ONE_LAYER[kind]) for report in of_layers] == [OF_ONE_LAYER[kind]]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [

@@ -114,6 +114,7 @@ def test_each_layer_of_a_quantized_stock_model_makes_keys_and_values_in_one_op(
     assert report.num_ops["linear_split_cat"] == layers and report.bugs == []
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("scheme", "dtype"), [("fp8", torch.float32), ("mxfp4", torch.bfloat16)], ids=["fp8", "mxfp4"]
 )

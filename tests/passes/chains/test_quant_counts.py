@@ -104,6 +104,7 @@ def test_every_scheme_follows_it(scheme: str, make: Callable[..., nn.Module]) ->
     check(atomc.explain(quantized(make("llama", 2, "cpu"), scheme), options=STRICT), scheme, 2)
 
 
+@pytest.mark.rotating
 def test_blocks_that_end_at_the_border_of_a_projection_follow_it() -> None:
     model = stock("llama", 2, "cpu", **BLOCKS)
     check(atomc.explain(quantized(model, "fp8_block"), options=STRICT), "fp8_block", 2)

@@ -98,6 +98,7 @@ def test_without_the_option_the_graph_is_the_same_as_without_the_pass(checkpoint
     assert graphs["off"] != graphs["on"]
 
 
+@pytest.mark.rotating
 def test_counts_are_kept_by_a_program_from_the_cache(checkpoint, tmp_path):
     options = EAGER | {"expert_load": True, "cache": True, "cache_dir": str(tmp_path)}
     loads = []

@@ -173,6 +173,7 @@ def stop_decoding(decoder):
             os.kill(child, signal.SIGSTOP)
 
 
+@pytest.mark.rotating
 def test_a_process_that_hangs_is_given_up(folder):
     decoder = ImageDecoder(folder, PlaceholderTokens(0, ()), wait=1.0)
     prepare(decoder, GOOD)

@@ -341,6 +341,7 @@ def beside_a_stream(server, path, body):
     return answer
 
 
+@pytest.mark.rotating
 @linux
 def test_fifteen_grammars_take_bounded_memory(demo_server):
     before = demo_server.memory(demo_server.engine_pid)
@@ -355,6 +356,7 @@ def test_fifteen_grammars_take_bounded_memory(demo_server):
     assert demo_server.memory(demo_server.engine_pid) - before < 175 * 2**20
 
 
+@pytest.mark.rotating
 @linux
 def test_memory_of_large_bodies_goes_back_to_the_system(demo_server):
     before = demo_server.memory(demo_server.process.pid)

@@ -204,6 +204,7 @@ def test_a_folder_that_is_no_checkpoint_is_one_line(tmp_path, wrong):
     )
 
 
+@pytest.mark.rotating
 def test_a_gpu_that_is_not_there_is_one_line_from_the_engines_process(wrong):
     pytest.importorskip("fastapi")
     assert "device is 'cuda:99', but torch finds " in wrong("--port", 0, "--device", "cuda:99")

@@ -271,6 +271,7 @@ def test_it_is_used_by_keyboard(page, server):
     says(page, "state", "serving")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("width", [1280, 768, 390, 320])
 def test_it_fits_its_width(page, server, width):
     page.set_viewport_size({"width": width, "height": 800})

@@ -321,6 +321,7 @@ def test_a_template_that_loops_ends(tmp_path, monkeypatch):
     assert (error.value.status, str(error.value)) == (400, said)
 
 
+@pytest.mark.rotating
 def test_bodies_that_are_too_large_together_are_refused_for_a_while(http):
     refused = threading.Event()
 
