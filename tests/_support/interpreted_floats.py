@@ -64,7 +64,7 @@ def converted(values: Any, source: Any, target: Any) -> Any:
 
 
 def is_bf16(handle: Any) -> bool:
-    return handle.dtype is not None and handle.dtype.scalar == tl.bfloat16
+    return handle.dtype is not None and handle.dtype.scalar.name == "bf16"
 
 
 def widened(handle: Any) -> Any:

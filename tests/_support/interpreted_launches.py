@@ -10,6 +10,7 @@ from typing import Any
 
 import triton.language as tl
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -45,8 +46,11 @@ def patch_once_a_launch() -> None:
 
 
 def share_types() -> None:
-    """From now on equal types of blocks in this process have one shape, and so have their values."""
-    make_block, known = tl.block_type.__init__, {}
+    """From now on blocks of equal sizes in this process have one shape, and so have their values:
+    what is the same object is neither compared nor broadcast.
+    """
+    make_block, known, shapes = tl.block_type.__init__, {}, {}
+    equal, broadcast = tl.dtype.__eq__, TritonSemantic.broadcast_impl_value
     scalar = core.tuple(()), tl.constexpr(1)
 
     def block_type(self, element_ty, shape):
@@ -58,7 +62,11 @@ def share_types() -> None:
         key = element_ty.name, space, *sizes
         if key not in known:
             make_block(self, element_ty, shape)
-            known[key] = vars(self) | {"of_values": shape_of_values(self)}
+            known[key] = vars(self) | {
+                "of_values": shape_of_values(self),
+                "shape": shapes.setdefault((*sizes,), self.shape),
+                "of_elements": {},
+            }
         vars(self).update(known[key])
 
     def tensor(self, handle, type):
@@ -68,7 +76,26 @@ def share_types() -> None:
         else:
             self.shape, self.numel = vars(type).get("of_values") or shape_of_values(type)
 
+    def with_element_ty(self, element_ty):
+        blocks = vars(self).get("of_elements")
+        if blocks is None or type(element_ty) is not tl.dtype:
+            return tl.block_type(element_ty, self.shape)
+        if element_ty.name not in blocks:
+            blocks[element_ty.name] = tl.block_type(element_ty, self.shape)
+        return blocks[element_ty.name]
+
+    def same_type(self, other):
+        return self is other or equal(self, other)
+
+    def broadcast_value(self, lhs, rhs):
+        left, right = lhs.type, rhs.type
+        if left.is_block() and right.is_block() and left.shape is right.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
     tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
+    tl.block_type.with_element_ty = with_element_ty
+    tl.dtype.__eq__, TritonSemantic.broadcast_impl_value = same_type, broadcast_value
 
 
 def shape_of_values(block: Any) -> tuple[Any, Any]:
