@@ -300,6 +300,7 @@ def test_logits_over_the_paged_cache_in_bf16_are_as_good_as_those_of_transformer
         assert_as_good_as_transformers_in_bf16(ours, theirs, truth)
 
 
+@pytest.mark.rotating
 @through_both
 def test_every_norm_of_a_model_is_bit_equal_when_the_models_roundings_are_asked_for(
     checkpoint: Path, glue: str

@@ -56,6 +56,7 @@ def note(model: nn.Module, *shapes: tuple[int, ...], dynamic: bool | None = None
     return "; ".join(text for text in atomc.reports()[-1].notes if "traced" in text)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_layers_that_are_alike_are_traced_once_and_named_each(dynamic: bool) -> None:
     model = Stack(*(Layer() for _ in range(4)))

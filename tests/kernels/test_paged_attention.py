@@ -74,6 +74,7 @@ def test_blocks_have_any_size(block_size: int, monkeypatch: pytest.MonkeyPatch) 
     close(kernel.paged_attention(**arguments), arguments)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "sequences", [[(1, 150), (1, 20)], [(40, 50), (1, 70), (0, 7)]], ids=["decode", "mixed"]
 )

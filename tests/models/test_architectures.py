@@ -104,6 +104,7 @@ def test_it_is_compiled_as_eager_and_refused_with_a_reason(rows, name):
     assert rows[name]["served"].startswith(REFUSED[name])
 
 
+@pytest.mark.rotating
 @OF_COUNTS
 @pytest.mark.parametrize(
     "name",

@@ -43,6 +43,7 @@ def test_devices_with_the_same_tokens_compute_their_share_of_the_experts(folder:
     assert found.communication.all_reduces == 2 * LAYERS + 1
 
 
+@pytest.mark.rotating
 def test_devices_with_tokens_of_their_own_send_them_and_compute_those_of_all(folder: Path) -> None:
     found = planned(folder, data_ranks=RANKS)
     rows = {row.op: row for row in found.lines}

@@ -592,6 +592,7 @@ def test_what_the_command_cannot_do_is_one_line_and_exit_code_2(arguments, sente
     assert sentence in err and err.count("\n") == 1
 
 
+@pytest.mark.rotating
 def test_a_model_without_inputs_gets_token_ids(capsys):
     assert main(["audit", "test_audit:own", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["graphs"][0]["sites"]) > 15

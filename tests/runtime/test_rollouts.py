@@ -227,6 +227,7 @@ def test_to_score_needs_lists_of_two_tokens():
         assert torch.equal(found, expected)
 
 
+@pytest.mark.rotating
 def test_the_rollout_function_of_the_docs_returns_what_trl_reads():
     """TRL calls it with the prompts and the trainer, and reads three lists with a row per prompt."""
     text = (Path(__file__).parents[2] / "docs/rollouts.md").read_text()

@@ -166,6 +166,7 @@ def test_ctrl_c_reaches_a_thread_that_waits_for_the_step_of_another(llm, monkeyp
         assert other.result(SECONDS)[0].finish_reason == "length"
 
 
+@pytest.mark.rotating
 @pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_reaches_a_thread_whose_steps_another_runs(llm, monkeypatch):
     original = llm.engine.step

@@ -86,6 +86,7 @@ def test_what_keeps_an_adapter_from_being_recognized_is_named():
     assert expected.startswith("mul reading linear") and found.startswith("mul")
 
 
+@pytest.mark.rotating
 def test_products_that_are_no_adapter_are_left_alone():
     wide = torch.randn(16, 16), torch.randn(12, 16)
     assert (

@@ -120,6 +120,7 @@ def test_a_class_that_gives_more_logits_than_are_wanted_is_refused():
         llm_of(stock("whisper", **(SEQ2SEQ | sizes)))
 
 
+@pytest.mark.rotating
 def test_ignored_positions_are_orders_of_magnitude_from_rounding():
     model = stock("marian", torch.bfloat16)
     llm = llm_of(model, self_check=False)

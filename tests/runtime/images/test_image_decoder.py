@@ -136,6 +136,7 @@ def test_a_slow_file_is_ended_by_its_limit(decoder):
         prepare(decoder, SLOW)
 
 
+@pytest.mark.rotating
 def test_memory_is_limited(folder, decoder):
     prepare(decoder, TEXTS)
     small = ImageDecoder(folder, PlaceholderTokens(0, ()), memory=2**24)

@@ -247,6 +247,7 @@ def test_only_links_to_open_pages_are_followed_without_the_key():
     assert ("compiler", " data-file") in links and ("v1/models", " data-file") in links
 
 
+@pytest.mark.rotating
 def test_without_the_key_the_page_asks_for_it(page, server):
     page.goto(server.url)
     page.wait_for_selector("#login:not([hidden])")
