@@ -49,7 +49,8 @@ def share_types() -> None:
     """From now on blocks of equal sizes in this process have one shape, and so have their values:
     what is the same object is neither compared nor broadcast.
     """
-    make_block, known, shapes = tl.block_type.__init__, {}, {}
+    make_block, known = tl.block_type.__init__, {}
+    shapes: dict[tuple[Any, ...], Any] = {}
     equal, broadcast = tl.dtype.__eq__, TritonSemantic.broadcast_impl_value
     scalar = core.tuple(()), tl.constexpr(1)
 
