@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from atomc.replay.cudagraphs import Pool, why_syncing
 from atomc.ops.state import groups_of
 from atomc.program import Program
+from atomc.replay.cudagraphs import Pool, why_syncing
 from atomc.runtime.execution.draft import DraftRunner
 from atomc.runtime.execution.graphs import StepGraphs
 from atomc.runtime.execution.input_batch import InputBatch, StepShape

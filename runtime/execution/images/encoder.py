@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atomc.replay.cudagraphs import Pool
 from atomc.encoder import EncoderProgram
 from atomc.models.image_grid import num_image_tokens
+from atomc.replay.cudagraphs import Pool
 from atomc.runtime.execution.images.encoder_graphs import EncoderGraphs
 from atomc.runtime.execution.images.model import ImageModel
 from atomc.runtime.execution.slots import SlotState

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atomc.replay.cudagraphs import CapturedCall, Pool
 from atomc.encoder import EncoderProgram, Grid
 from atomc.errors import first_line
 from atomc.ops.inputs import PatchInputs
+from atomc.replay.cudagraphs import CapturedCall, Pool
 from atomc.runtime.processes.garbage_collection import gc_disabled
 
 # With more patches, an encoder takes longer on the device than its launches on the host:
