@@ -12,7 +12,10 @@ other row measures. Rows that FILE has are not measured again. Columns, in ms, a
     all    until the GPU has done it
     first  s until the first result, with a cold cache of Inductor and none of atom
     share  the median over the rounds of atom's time by Inductor's of the same round
-    error  the largest difference of atom from eager, as a share of the largest value; Inductor's
+    error  the largest difference of atom from eager, as a share of the largest value; Inductor's.
+           Of decode rows, of tokens: 0, unless a rounding chose another one
+"decode 16" is a token of `generate` with a static cache, batch 16, "prompt 512" a forward without a
+cache. Encoders of images and sound take their own number of tokens.
 """
 
 import argparse
@@ -89,47 +92,39 @@ def encoder(name: str, layers: int) -> Any:
     return model.encoder if name == "whisper" else model
 
 
-def call_of(model: Any, name: str, workload: str) -> Callable[[Callable[..., Any]], Tensor]:
+def forward_of(model: Any, name: str, batch: int, tokens: int) -> Callable[..., Tensor]:
     """A function that calls the model, in one of the ways, with the same inputs."""
-    numbers = [int(word) for word in workload.split() if word.isdigit()]
-    ids = torch.randint(5, 20000, (numbers[0], numbers[-1]), device="cuda")
+    ids = torch.randint(5, 20000, (batch, tokens), device="cuda")
     if name in DECODERS:
-        if workload.startswith("prompt"):
-            ids = ids[:1, :1].expand(1, numbers[0]).contiguous()
-            return lambda way: way(ids, use_cache=False, logits_to_keep=1).logits
-        return _decode_step(model, numbers[0])
+        return lambda way: way(ids, use_cache=False, logits_to_keep=1).logits
     if name in ("vit", "siglip_vision_model"):
         size = model.config.image_size
-        pixels = torch.randn(numbers[0], 3, size, size, device="cuda", dtype=torch.float16)
+        pixels = torch.randn(batch, 3, size, size, device="cuda", dtype=torch.float16)
         return lambda way: way(pixels).last_hidden_state
     if name == "whisper":
-        sound = torch.randn(numbers[0], 80, 3000, device="cuda", dtype=torch.float16)
+        sound = torch.randn(batch, 80, 3000, device="cuda", dtype=torch.float16)
         return lambda way: way(sound).last_hidden_state
     mask = torch.ones_like(ids)
     return lambda way: way(input_ids=ids, attention_mask=mask).last_hidden_state
 
 
-def _decode_step(model: Any, batch: int) -> Callable[[Callable[..., Any]], Tensor]:
-    """A token of each sequence behind 128 others, in a static cache."""
-    from transformers import StaticCache
+def generate(model: Any, ids: Tensor, way: str, mode: str, tokens: int) -> Tensor:
+    """The tokens that `generate` adds to ids, greedily, with a static cache."""
+    from transformers import CompileConfig
 
-    cache = StaticCache(config=model.config, max_cache_len=1024)
-    prompt = torch.randint(5, 20000, (batch, 128), device="cuda")
-    positions = torch.arange(129, device="cuda")[None].expand(batch, -1)
-    with torch.inference_mode():
-        model(prompt, past_key_values=cache, use_cache=True, position_ids=positions[:, :128])
-    last = positions[:, 128:].contiguous()
-
-    def step(way: Callable[..., Any]) -> Tensor:
-        return way(
-            prompt[:, :1],
-            past_key_values=cache,
-            use_cache=True,
-            position_ids=last,
-            logits_to_keep=1,
-        ).logits
-
-    return step
+    how: dict[str, Any] = {"disable_compile": True}
+    if way != "eager":
+        how = {"compile_config": CompileConfig(backend=way, mode=mode, fullgraph=False)}
+    out = model.generate(
+        ids,
+        max_new_tokens=tokens,
+        do_sample=False,
+        cache_implementation="static",
+        pad_token_id=0,
+        eos_token_id=None,
+        **how,
+    )
+    return out[:, ids.shape[1] :]
 
 
 @contextmanager
@@ -151,6 +146,26 @@ def timed(function: Callable[[], object], number: int) -> tuple[float, float]:
     return 1e3 * (host - start) / number, 1e3 * (time.perf_counter() - start) / number
 
 
+def prepared(model: Any, name: str, workload: str, mode: str, way: str) -> tuple[Any, Any]:
+    """A function that returns a result, and one that returns ms on the host and in all."""
+    numbers = [int(word) for word in workload.split() if word.isdigit()]
+    torch.manual_seed(1)
+    if workload.startswith("decode"):
+        ids = torch.randint(5, 20000, (numbers[0], 128), device="cuda")
+
+        def token() -> tuple[float, float]:
+            """Of a token: that of the first ones is left out, with that of the prompt."""
+            few, many = (timed(partial(run, tokens), 1) for tokens in (8, 40))
+            return (many[0] - few[0]) / 32, (many[1] - few[1]) / 32
+
+        run = partial(generate, model, ids, way, mode)
+        return partial(run, 16), token
+    batch, tokens = numbers if len(numbers) == 2 else (1, numbers[0])
+    compiled = model if way == "eager" else torch.compile(model, backend=way, mode=mode)
+    call = partial(forward_of(model, name, batch, tokens), compiled)
+    return call, lambda: timed(call, 20)
+
+
 def measure(name: str, workload: str, mode: str, layers: int, rounds: int) -> dict[str, Any]:
     """One row."""
     warnings.filterwarnings("ignore")
@@ -159,31 +174,27 @@ def measure(name: str, workload: str, mode: str, layers: int, rounds: int) -> di
         model = (decoder if name in DECODERS else encoder)(name, layers)
     model = model.eval().requires_grad_(False)
     row: dict[str, Any] = {"first": {}, "host": {}, "all": {}, "error": {}}
-    ways: dict[str, Callable[[], Tensor]] = {}
-    results: list[Tensor] = []  # of the first calls; eager's comes first
+    ways, results, times = {}, {}, {way: [] for way in WAYS}
     with torch.inference_mode():
         for way in WAYS:
-            compiled = model if way == "eager" else torch.compile(model, backend=way, mode=mode)
-            torch.manual_seed(1)
-            ways[way] = partial(call_of(model, name, workload), compiled)
+            call, ways[way] = prepared(model, name, workload, mode, way)
             start = time.perf_counter()
-            result = ways[way]().float()
+            results[way] = call().float()
             torch.cuda.synchronize()
             row["first"][way] = time.perf_counter() - start
-            results.append(result)
-            row["error"][way] = float((result - results[0]).abs().max() / results[0].abs().max())
+            difference = (results[way] - results["eager"]).abs().max()
+            row["error"][way] = float(difference / results["eager"].abs().max())
             for _ in range(6):
-                ways[way]()
+                call()
+            ways[way]()
         with alone():
-            number = max(3, min(50, int(100 / timed(ways["eager"], 3)[1])))
-            times = {way: [] for way in WAYS}
             for _ in range(rounds):
                 for way in WAYS:
-                    times[way].append(timed(ways[way], number))
+                    times[way].append(ways[way]())
     for way in WAYS:
         row["host"][way], row["all"][way] = map(statistics.median, zip(*times[way], strict=True))
-    pairs = zip(times["atom"], times["inductor"], strict=True)
     row["notes"] = [note for report in atomc.reports() for note in report.notes]
+    pairs = zip(times["atom"], times["inductor"], strict=True)
     row["share"] = statistics.median(a[1] / i[1] for a, i in pairs)
     return row
 

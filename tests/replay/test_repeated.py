@@ -11,7 +11,7 @@ from atomc.kernels.triton.rows.norm import add_rms_norm, rms_norm
 from atomc.replay import repeated
 from atomc.replay.memory import ALIGNMENT, Temporary, arrange
 from atomc.replay.recording import record
-from atomc.replay.repeated import MOST_ATTEMPTS, Repeated
+from atomc.replay.repeated import MOST_ATTEMPTS, MOST_KINDS, Repeated
 from atomc.replay.tape import tape_of
 
 D = 48
@@ -122,6 +122,17 @@ def test_layouts_of_dynamic_graphs_tell_calls_apart():
         x = torch.randn(rows, 4)
         assert_all_equal([function(x)], [x.sum(0)])
     assert graph.calls == 2 * BEFORE
+
+
+def test_lengths_without_end_are_repeated_up_to_a_bound():
+    _, function = repeats(lambda x: x.sum(0), dynamic=True)
+    for rows in [*range(1, 2 * MOST_KINDS), *[7] * 5]:
+        for _ in range(5):
+            x = torch.randn(rows, 4)
+            assert_all_equal([function(x)], [x.sum(0)])
+    assert sum(tape is not None for tape in function.tapes.values()) == MOST_KINDS
+    assert len(function.tapes) <= 2 * MOST_KINDS and len(function.attempts) <= MOST_KINDS
+    assert f"{MOST_KINDS} kinds of calls are repeated already" in function.notes[0]
 
 
 def test_inputs_are_written_and_returned_as_they_are():

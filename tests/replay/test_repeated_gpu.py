@@ -1,6 +1,8 @@
 """Repeated calls on a GPU: kernels of Triton, of Inductor and of libraries, streams and threads."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -141,6 +143,23 @@ def test_a_repeated_call_can_be_captured(block, repeated):
         x.copy_(rows(4, seed=1))
         graph.replay()
     assert is_repeated(repeated) and torch.equal(result, plain(x))
+
+
+def test_a_reset_of_dynamo_frees_what_is_repeated_and_captured(repeated):
+    model = Block().to(DEVICE, torch.bfloat16).requires_grad_(False)
+    torch._dynamo.reset()
+    gc.collect()
+    compiled = torch.compile(model, backend="atom", mode="reduce-overhead", dynamic=False)
+    with torch.inference_mode():
+        for _ in range(6):
+            compiled(rows(4))
+    assert is_repeated(repeated) and atomc.reports()[-1].cuda_graphs[0]["bytes"] >= 0
+    (alive,) = [weakref.ref(one) for one in repeated]
+    repeated.clear()
+    del compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
 
 
 def generated(model, ids, backend, new_tokens=40, mode=None):

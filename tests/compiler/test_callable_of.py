@@ -1,0 +1,33 @@
+"""Which compiled graphs repeat the launches of earlier calls."""
+
+import pytest
+
+from atomc.compiler.callable_of import repeats_calls
+from atomc.compiler.select import INLINE
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.report.records import KernelChoice
+from atomc.report.report import Report
+
+
+def report(*providers: str) -> Report:
+    kernels = [KernelChoice("linear", "model", "any", name, "", "linear") for name in providers]
+    return Report("model", kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    ("platform", "providers", "options", "expected"),
+    [
+        ("h200", ["triton", "cuda", "torch", INLINE], {}, True),
+        ("h200", ["triton", "fla"], {}, False),
+        ("h200", ["triton", "a user's"], {}, False),
+        ("h200", ["triton"], {"repeat": False}, False),
+        ("h200", ["triton"], {"audit": True}, False),
+        ("h200", ["triton"], {"inductor": {"cpp_wrapper": True}}, False),
+        ("gfx950", ["triton", "torch"], {}, False),
+        ("cpu-zen4", ["onednn"], {}, False),
+    ],
+)
+def test_only_graphs_whose_launches_are_all_seen(platform, providers, options, expected):
+    platform = Platform.named(platform)
+    assert repeats_calls(Options(**options), platform, report(*providers)) is expected
