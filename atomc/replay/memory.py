@@ -155,14 +155,11 @@ def _in_input(x: Tensor, inputs: Mapping[int, list[tuple[int, Tensor]]]) -> InIn
     """
     candidates = inputs.get(_address(x), []) if x.numel() else []
     start, end = _extent(x)
+    starting = [one for one in candidates if one[1].data_ptr() == start]
     groups = (
-        [
-            one
-            for one in candidates
-            if _layout(one[1]) == _layout(x) and _extent(one[1])[0] == start
-        ],
-        [one for one in candidates if _extent(one[1]) == (start, end)],
-        [one for one in candidates if _extent(one[1])[0] == start],
+        [one for one in starting if _layout(one[1]) == _layout(x)],
+        [one for one in starting if _extent(one[1])[1] == end],
+        starting,
         [one for one in candidates if _extent(one[1])[0] <= start < _extent(one[1])[1]],
         candidates,
     )

@@ -5,6 +5,7 @@ addresses that differ are temporaries. Later calls of that kind launch the same 
 their own, and nothing else: no shapes, no checks, no choice of tiles.
 """
 
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -36,6 +37,7 @@ MOST_BYTES = 4 * 2**30
 MOST_ATTEMPTS = 4
 # Kernels and vendors' libraries choose other code for addresses that no multiple of it divides.
 ALIGNMENT = 16
+_recording = threading.Lock()
 
 
 @dataclass
@@ -113,8 +115,13 @@ class Repeated:
         if kind not in self.attempts:  # it may never come again
             self._attempt(kind, _Attempt())
             return self.call(*args)
-        outputs, recording = record(self.call, args, self._most_bytes())
-        last = self.attempts.pop(kind)
+        if not _recording.acquire(blocking=False):  # of another thread: it watches launchers
+            return self.call(*args)
+        try:
+            outputs, recording = record(self.call, args, self._most_bytes())
+        finally:
+            _recording.release()
+        last = self.attempts.pop(kind, _Attempt())
         number = last.number + 1
         if isinstance(recording, str):
             self._give_up(kind, recording)

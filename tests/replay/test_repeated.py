@@ -95,6 +95,30 @@ def test_threads_have_temporaries_of_their_own():
         assert_all_equal(results[seed], [squared(x) for x in inputs])
 
 
+def test_a_call_of_another_thread_while_one_is_recorded_runs_as_it_is():
+    inside, done = threading.Event(), threading.Event()
+
+    def waits(x):
+        if not inside.is_set():
+            inside.set()
+            assert done.wait(10)
+        return x + 1
+
+    _, slow = repeats(waits)
+    _, other = repeats(lambda x: x * 2)
+    inside.set()
+    slow(torch.ones(3)), other(torch.ones(3))
+    inside.clear()
+    thread = threading.Thread(target=slow, args=(torch.ones(3),))
+    thread.start()
+    assert inside.wait(10)
+    assert torch.equal(other(torch.ones(3)), torch.full((3,), 2.0))
+    assert [one.number for one in other.attempts.values()] == [0]
+    done.set()
+    thread.join()
+    assert [one.number for one in slow.attempts.values()] == [1]
+
+
 def scaled(x, factor, count):
     return x * factor, count
 
