@@ -292,6 +292,7 @@ _OF_THIS_START = (
     "call",
     "recompile",
     "cuda_graphs",
+    "repeated",
     "cached",
 )
 

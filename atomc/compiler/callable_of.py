@@ -56,7 +56,7 @@ def callable_of(
     compiled = built.compiled
     device = compiled.ranges.device
     if device is not None and repeats_calls(options, platform, report):
-        repeated = _repeated(compiled, device, example_inputs, report.notes)
+        repeated = _repeated(compiled, device, example_inputs, report)
         compiled = replace(compiled, call=repeated)
     weights = weight_inputs(compiled, report.notes)
     function = built.wrap(append_weights(compiled, weights, example_inputs, report.notes))
@@ -80,11 +80,11 @@ def repeats_calls(options: Options, platform: Platform, report: Report) -> bool:
 
 
 def _repeated(
-    compiled: Compiled, device: str, example_inputs: Sequence[Input], notes: list[str]
+    compiled: Compiled, device: str, example_inputs: Sequence[Input], report: Report
 ) -> GraphFunction:
     sizes = [x.shape if isinstance(x, Tensor) else (x,) for x in example_inputs]
     dynamic = any(isinstance(size, SymInt) for shape in sizes for size in shape)
-    return Repeated(compiled.call, torch.device(device), dynamic, notes)
+    return Repeated(compiled.call, torch.device(device), dynamic, report.notes, report.repeated)
 
 
 def wants_cuda_graphs(options: Options) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from atomc.errors import first_line
 from atomc.replay.recording import Recording, Unrepeatable, record
 from atomc.replay.tape import Tape, tape_of
+from atomc.report.report_data import RepeatedCall
 from atomc.torch_compat.captured_kernels import captured_kernels
 from atomc.torch_compat.core import (
     GraphFunction,
@@ -58,12 +59,14 @@ class Repeated:
     device   of its kernels
     dynamic  whether the layouts of tensors other than parameters vary; Dynamo's guards fix others
     notes    gets why a kind is not repeated
+    records  gets what each kind launches
     """
 
     call: GraphFunction
     device: torch.device
     dynamic: bool
     notes: list[str]
+    records: list[RepeatedCall] = field(default_factory=list)
     tapes: dict[Hashable, Tape | None] = field(default_factory=dict)
     attempts: dict[Hashable, _Attempt] = field(default_factory=dict)
     # Numbers of the inputs that are no tensors, and of tensors whose layouts vary.
@@ -88,9 +91,9 @@ class Repeated:
         # Recorded ops have the dtypes that autocast has chosen.
         with without_autocast():
             if self.device.type == "cpu" or self.device.index == torch.cuda.current_device():
-                return tape(args, addresses, current_stream(self.device))
+                return tape.run(args, addresses, current_stream(self.device))
             with torch.cuda.device(self.device):
-                return tape(args, addresses, current_stream(self.device))
+                return tape.run(args, addresses, current_stream(self.device))
 
     def _is_watched(self) -> bool:
         """Whether somebody wants to see each op of a call."""
@@ -129,7 +132,8 @@ class Repeated:
         if last.recording is not None:
             try:
                 self._compare(tape_of(last.recording, recording, shared=False), args)
-                self.tapes[kind] = tape_of(last.recording, recording)
+                tape = self.tapes[kind] = tape_of(last.recording, recording)
+                self.records.append({"kernels": tape.kernels, "ops": tape.ops, "bytes": tape.bytes})
                 return outputs
             except Unrepeatable as why:
                 if number >= MOST_ATTEMPTS:

@@ -4,6 +4,7 @@ that does not vary written into it.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,22 @@ from atomc.replay.shared_calls import share_calls
 from atomc.torch_compat.core import Input, Outputs
 from atomc.torch_compat.launches import STREAM, Launch
 
-# tape(inputs, addresses of those that are tensors, by number, stream)
-Tape = Callable[[Sequence[Input], Sequence[int], int], Outputs]
+
+@dataclass(frozen=True)
+class Tape:
+    """What calls of one kind launch.
+
+    run      (inputs, addresses of those that are tensors, by number, stream) -> outputs
+    source   of `run`
+    kernels, ops  how many each call launches
+    bytes    of the allocation of its temporaries
+    """
+
+    run: Callable[[Sequence[Input], Sequence[int], int], Outputs]
+    source: str
+    kernels: int
+    ops: int
+    bytes: int
 
 
 def tape_of(first: Recording, second: Recording, *, shared: bool = True) -> Tape:
@@ -103,8 +118,9 @@ class _Writer:
         names: dict[str, Any] = {"view": _view, **self.constants}
         names |= {name: getattr(torch, name) for name in ("empty", "empty_strided", "uint8")}
         exec(compile(source, "<atomc replay>", "exec"), names)
-        tape: Tape = names["tape"]
-        return tape
+        launched = [event for n, (event, _) in enumerate(events) if n not in left_out]
+        ops = sum(isinstance(event, Call) for event in launched)
+        return Tape(names["tape"], source, len(launched) - ops, ops, self.arena_bytes)
 
     def arena(self) -> Iterator[str]:
         if self.device is not None:

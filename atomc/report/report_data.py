@@ -37,6 +37,16 @@ class Machine(TypedDict, total=False):
     measured: bool
 
 
+class RepeatedCall(TypedDict):
+    """Calls of one kind that run without their Python: what each of them launches, and the bytes of
+    the allocation of its temporaries.
+    """
+
+    kernels: int
+    ops: int
+    bytes: int
+
+
 Place = TypeVar("Place", Site, Miss)
 RUNTIME = "in the runtime (atomc.LLM, atomc serve, atomc explain --runtime)"
 
@@ -62,6 +72,7 @@ class ReportData:
     phases: dict[str, float] = field(default_factory=dict)
     # Of each: sizes, or "inputs": the shapes of its copied inputs; and "bytes".
     cuda_graphs: list[dict[str, int | list[list[int]]]] = field(default_factory=list)
+    repeated: list[RepeatedCall] = field(default_factory=list)
     machine: Machine = field(default_factory=Machine)
     cached: CacheOutcome = field(default_factory=CacheOutcome)
     notes: list[str] = field(default_factory=list)

@@ -63,6 +63,7 @@ def test_the_fourth_call_is_repeated_with_equal_results_for_other_inputs():
         inputs = block_inputs(seed)
         assert_all_equal(function(*inputs), block(*inputs))
     assert graph.calls == BEFORE, function.notes
+    assert [(one["kernels"], one["ops"]) for one in function.records] == [(2, 3)]
 
 
 def test_results_stay_when_the_graph_is_called_again():
@@ -448,7 +449,7 @@ def test_what_layers_compute_alike_is_computed_once(function, num_ops, monkeypat
     assert graph.calls == BEFORE, repeating.notes
     inputs = [x, mask]
     _, recording = record(
-        lambda *args: tapes[-1](args, [one.data_ptr() for one in args], 0), inputs, 10**6
+        lambda *args: tapes[-1].run(args, [one.data_ptr() for one in args], 0), inputs, 10**6
     )
     assert len([event for event in recording.events if hasattr(event, "results")]) == num_ops
 

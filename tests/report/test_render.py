@@ -1,6 +1,7 @@
 """Reports as text: what a person reads in a terminal."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -202,3 +203,12 @@ def test_a_summary_of_what_was_not_compiled_says_why():
         summary(Report("Tiny", why_not="gradients are wanted"))
         == "not compiled: gradients are wanted"
     )
+
+
+def test_what_repeated_calls_launch_is_listed():
+    repeated = [{"kernels": 149, "ops": 3, "bytes": 3 * 2**19}]
+    assert (
+        "calls without their Python\n  149 kernels and 3 ops of PyTorch, 1.5 MiB of temporaries\n"
+        in report_text(replace(REPORT, repeated=repeated))
+    )
+    assert "149 kernels and 3 ops" in replace(REPORT, repeated=repeated).to_html()

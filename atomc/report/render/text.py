@@ -7,7 +7,7 @@ from atomc.report.kernel_ranges import kernels_by_tokens
 from atomc.report.records import CacheOutcome, KernelChoice, Miss, grouped_by, located, spans
 from atomc.report.render.audit import headline
 from atomc.report.render.table import collapsed, table, wrapped
-from atomc.report.report_data import ReportData
+from atomc.report.report_data import RepeatedCall, ReportData
 
 MAX_MISSES = 20
 # Passes that neither recognise nor fuse ops.
@@ -32,6 +32,7 @@ def report_text(report: ReportData) -> str:
     parts += [
         _break_and_recompile(report),
         _audit(report),
+        _listed("calls without their Python", [_repeated(call) for call in report.repeated]),
         _listed("notes", report.notes),
         bugs,
         _phases(report),
@@ -176,6 +177,11 @@ def _collapsed_lines(lines: Iterable[str]) -> list[str]:
 
 def _listed(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(wrapped(line, "  ", "    ") for line in lines)]) if lines else ""
+
+
+def _repeated(call: RepeatedCall) -> str:
+    size = f"{call['bytes'] / 2**20:.1f} MiB of temporaries"
+    return f"{call['kernels']} kernels and {call['ops']} ops of PyTorch, {size}"
 
 
 def _audit(report: ReportData) -> str:
