@@ -5,7 +5,7 @@ import operator
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from atomc.cache.generated import (
 from atomc.capture.structural_hash import structural_key
 from atomc.compiler.bind_sizes import bind_sizes, copy_numbers
 from atomc.files.json_types import JSONMapping
-from atomc.graph.mutation import mutated
+from atomc.graph.mutation import mutated, storage
 from atomc.graph.node_record import record_of
 from atomc.options import Options
 from atomc.platform import Platform
@@ -61,7 +61,7 @@ def compile_glue(gm: GraphModule, patches: JSONMapping) -> tuple[CompiledFunctio
     if not kernels:
         return _compile_piece(gm, _examples(gm), mode, patches), "1 piece" + _known(loaded)
     _gather_parts(gm.graph)
-    number = _piece_numbers(gm)
+    number = _piece_numbers(gm, _views_for_kernels(gm.graph))
     copy_numbers(gm.graph, number)
     split = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
     compiled: dict[Hashable, CompiledFunction] = {}
@@ -147,13 +147,32 @@ def _gather_parts(graph: Graph) -> None:
             source.append(node)
 
 
-def _piece_numbers(gm: GraphModule) -> dict[Node, int]:
-    """Runs of kernels and runs of glue, numbered in order."""
+def _views_for_kernels(graph: Graph) -> set[Node]:
+    """The views of inputs that the graph writes, such as a cache, which only kernels read; they are
+    moved to the first of these. AOTAutograd would compute those that a piece returns after each of
+    its calls, and a function with such a wrapper cannot be cached.
+    """
+    written = {storage(target) for node in graph.nodes for target in mutated(node)}
+    written = {base for base in written if base.op == "placeholder"}
+    views: set[Node] = set()
+    for node in reversed(list(graph.nodes)):
+        is_view = _name(node) in _TRIVIAL and storage(node) in written and node.users
+        if is_view and all(
+            x.op == "output" or record_of(x).kernel or x in views for x in node.users
+        ):
+            views.add(node)
+            next(x for x in graph.nodes if x in node.users).prepend(node)
+    return views
+
+
+def _piece_numbers(gm: GraphModule, views: Set[Node] = frozenset()) -> dict[Node, int]:
+    """Runs of kernels and runs of glue, numbered in order. views: are no glue."""
     number, current, in_kernels = {}, 0, None
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        kernel = bool(record_of(node).kernel) or (bool(in_kernels) and _name(node) == "getitem")
+        kernel = bool(record_of(node).kernel) or node in views
+        kernel |= bool(in_kernels) and _name(node) == "getitem"
         if in_kernels is not None and kernel != in_kernels:
             current += 1
         in_kernels = kernel

@@ -181,6 +181,27 @@ def test_an_input_that_is_written_is_written_by_a_hit_too(start):
         torch.testing.assert_close(found, store.sum(0))
 
 
+def test_a_step_whose_attention_reads_a_cache_that_glue_writes_starts_warm(start):
+    def step(keys, values, x, at):
+        keys.index_copy_(2, at, torch.sin(x) * 2)
+        values.index_copy_(2, at, torch.cos(x) * 2)
+        y = F.scaled_dot_product_attention(x, keys, values)
+        return torch.sin(y) + x
+
+    def inputs(at):
+        generator = torch.Generator().manual_seed(at)
+        stores = (torch.zeros(1, 2, 5, 8) for _ in range(2))
+        return *stores, torch.randn(1, 2, 1, 8, generator=generator), torch.tensor([at])
+
+    for cached in ("miss", "hit"):
+        for at in (1, 3):
+            mine, theirs = inputs(at), inputs(at)
+            result, report = start(step, *mine, glue="inductor")
+            assert report.cache.startswith(cached if at == 1 else "hit"), report.cache
+            torch.testing.assert_close(result, step(*theirs))
+            torch.testing.assert_close(mine[:2], theirs[:2])
+
+
 @pytest.mark.rotating
 def test_an_own_model_and_a_stock_one_start_warm(start):
     transformers = pytest.importorskip("transformers")
