@@ -12,7 +12,7 @@ from functools import reduce
 from operator import or_
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atomc.errors import first_line
 from atomc.replay.recording import Recording, Unrepeatable, record
@@ -69,23 +69,37 @@ class Repeated:
     records: list[RepeatedCall] = field(default_factory=list)
     tapes: dict[Hashable, Tape | None] = field(default_factory=dict)
     attempts: dict[Hashable, _Attempt] = field(default_factory=dict)
-    # Numbers of the inputs that are no tensors, and of tensors whose layouts vary.
-    scalars: list[int] | None = None  # set by the first call
+    # Set by the first call: numbers of the inputs that are no tensors, and of tensors whose layouts
+    # vary; and whether none of the calls can be repeated.
+    scalars: list[int] | None = None
     varying: list[int] = field(default_factory=list)
+    never: bool = False
 
     def __call__(self, *args: Input) -> Outputs:
-        if self._is_watched():
+        if self.scalars is None:
+            self._inspect(args)
+        if self.never or _is_watched():
             return self.call(*args)
         # A default device is a mode that each call of a tensor's method would pass through.
         with without_torch_functions():
-            if self.scalars is None:
-                self.scalars = [i for i, x in enumerate(args) if not isinstance(x, Tensor)]
-                self.varying = [i for i, x in enumerate(args) if self.dynamic and type(x) is Tensor]
             addresses = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in args]
             kind = self._kind(args, addresses)
             if tape := self.tapes.get(kind):
                 return self._repeat(tape, args, addresses)
         return self.call(*args) if kind in self.tapes else self._recorded(kind, args)
+
+    def _inspect(self, args: Sequence[Input]) -> None:
+        self.scalars = [i for i, x in enumerate(args) if not isinstance(x, Tensor)]
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        self.varying = [i for i, x in enumerate(args) if self.dynamic and type(x) is Tensor]
+        devices = {x.device for x in tensors if x.dim()}
+        kinds = {type(x).__name__ for x in tensors} - {"Tensor", "Parameter", "Buffer"}
+        kinds |= {str(x.layout) for x in tensors} - {"torch.strided"}
+        self.never = bool(kinds) or not devices <= {self.device}
+        if kinds:
+            self._note(f"an input is a {min(kinds)}")
+        elif self.never:
+            self._note(f"inputs on {', '.join(sorted(map(str, devices)))}")
 
     def _repeat(self, tape: Tape, args: Sequence[Input], addresses: Sequence[int]) -> Outputs:
         # Recorded ops have the dtypes that autocast has chosen.
@@ -94,12 +108,6 @@ class Repeated:
                 return tape.run(args, addresses, current_stream(self.device))
             with torch.cuda.device(self.device):
                 return tape.run(args, addresses, current_stream(self.device))
-
-    def _is_watched(self) -> bool:
-        """Whether somebody wants to see each op of a call."""
-        return (
-            profiler_is_on() or bool(torch._C._len_torch_dispatch_stack()) or launches_are_hooked()
-        )
 
     def _kind(self, args: Sequence[Input], addresses: Sequence[int]) -> Hashable:
         aligned: Hashable = reduce(or_, addresses, 0) % ALIGNMENT == 0
@@ -110,8 +118,8 @@ class Repeated:
 
     def _recorded(self, kind: Hashable, args: Sequence[Input]) -> Outputs:
         """Call the graph, and compare what it does with its last call of this kind."""
-        if (reason := self._refused(args)) is not None:
-            self._give_up(kind, reason)
+        if len(self.tapes) >= MOST_KINDS:
+            self._give_up(kind, f"{MOST_KINDS} kinds of calls are repeated already")
             return self.call(*args)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.call(*args)
@@ -160,19 +168,12 @@ class Repeated:
             missing = (kernels - repeated).total()
             raise Unrepeatable(f"{missing} of {kernels.total()} kernels are launched unseen")
 
-    def _refused(self, args: Sequence[Input]) -> str | None:
-        if len(self.tapes) >= MOST_KINDS:
-            return f"{MOST_KINDS} kinds of calls are repeated already"
-        devices = {x.device for x in args if isinstance(x, Tensor) and x.dim()}
-        if not devices <= {self.device}:
-            return f"inputs on {', '.join(sorted(map(str, devices)))}"
-        kinds = {type(x) for x in args if isinstance(x, Tensor)}
-        others = sorted(kind.__name__ for kind in kinds - {Tensor, nn.Parameter, nn.Buffer})
-        return f"an input is a {others[0]}" if others else None
-
     def _give_up(self, kind: Hashable, reason: str) -> None:
         if len(self.tapes) < 2 * MOST_KINDS:
             self.tapes[kind] = None
+        self._note(reason)
+
+    def _note(self, reason: str) -> None:
         note = f"calls are not repeated without their Python: {reason}"
         if note not in self.notes:
             self.notes.append(note)
@@ -196,3 +197,13 @@ class Repeated:
             left -= one.recording.bytes if one.recording else 0
             if left < 0:
                 one.recording = None
+
+
+def _is_watched() -> bool:
+    """Whether somebody sees or transforms each op of a call."""
+    return (
+        profiler_is_on()
+        or bool(torch._C._len_torch_dispatch_stack())
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or launches_are_hooked()
+    )

@@ -346,6 +346,23 @@ def test_other_subclasses_of_tensor_are_not_repeated():
     assert graph.calls == 4 and "an input is a Marked" in function.notes[0]
 
 
+def test_under_a_transform_the_graph_runs():
+    graph, function = repeats(lambda x: x * 2 + 1)
+    for _ in range(5):
+        function(torch.randn(3))
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(torch.vmap(function)(x), x * 2 + 1)
+    assert graph.calls == BEFORE + 1
+
+
+def test_a_sparse_input_is_not_repeated():
+    graph, function = repeats(lambda x, y: torch.sparse.mm(x, y))
+    for _ in range(5):
+        x, y = torch.eye(3), torch.randn(3, 2)
+        torch.testing.assert_close(function(x.to_sparse(), y), y)
+    assert graph.calls == 5 and "an input is a torch.sparse_coo" in function.notes[0]
+
+
 def test_a_profiler_sees_the_ops_of_the_graph():
     graph, function = repeats(block)
     for _ in range(5):
