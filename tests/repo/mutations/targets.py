@@ -318,4 +318,9 @@ runtime/server/service/traces.py | runtime/server/test_traces.py -k 'below_the_c
 runtime/text/chat_prompts.py | runtime/images/test_image_prompts.py | ChatPrompts.prompt
 runtime/torch_modes.py | runtime/test_rollouts.py -k 'change_no_request or inside_and_outside'
 runtime/turns.py | runtime/test_turns.py
+atomc/compiler/host_integers.py | compiler/test_host_integers.py | _integers _only_integers_read _symbols_of_layout compute_on_host
+atomc/replay/memory.py | replay/test_repeated.py | Memory.find Memory.place Memory.replace _in_input arrange
+atomc/replay/recording.py | replay/test_repeated.py | _Recorder.__torch_dispatch__ _Recorder._append _computes_nothing _is_read_by_host
+atomc/replay/repeated.py | replay/test_repeated.py | Repeated._attempt Repeated._inspect Repeated._kind Repeated._recorded
+atomc/replay/shared_calls.py | replay/test_repeated.py | _is_output _is_repeatable _writes _written share_calls
 """
