@@ -8,7 +8,7 @@ from torch import SymInt, Tensor
 from torch.fx import GraphModule
 
 from atomc import kernels
-from atomc.cache.compiled import Compiled, append_weights, weight_inputs
+from atomc.cache.compiled import append_weights, weight_inputs
 from atomc.capture.floats import inline_floats
 from atomc.capture.inline_regions import regions_of
 from atomc.capture.subclasses import subclass_reason
@@ -56,7 +56,14 @@ def callable_of(
     compiled = built.compiled
     device = compiled.ranges.device
     if device is not None and repeats_calls(options, platform, report):
-        repeated = _repeated(compiled, device, example_inputs, report)
+        repeated = Repeated(
+            compiled.call,
+            torch.device(device),
+            _is_dynamic(example_inputs),
+            report.notes,
+            report.repeated,
+            options.strict,
+        )
         compiled = replace(compiled, call=repeated)
     weights = weight_inputs(compiled, report.notes)
     function = built.wrap(append_weights(compiled, weights, example_inputs, report.notes))
@@ -79,12 +86,10 @@ def repeats_calls(options: Options, platform: Platform, report: Report) -> bool:
     return wanted and providers <= set(kernels.VISIBLE)
 
 
-def _repeated(
-    compiled: Compiled, device: str, example_inputs: Sequence[Input], report: Report
-) -> GraphFunction:
+def _is_dynamic(example_inputs: Sequence[Input]) -> bool:
+    """Whether some size or number of the inputs is symbolic."""
     sizes = [x.shape if isinstance(x, Tensor) else (x,) for x in example_inputs]
-    dynamic = any(isinstance(size, SymInt) for shape in sizes for size in shape)
-    return Repeated(compiled.call, torch.device(device), dynamic, report.notes, report.repeated)
+    return any(isinstance(size, SymInt) for shape in sizes for size in shape)
 
 
 def wants_cuda_graphs(options: Options) -> bool:

@@ -89,14 +89,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return function.decompose(*args, **(kwargs or {}))
         result = function(*args, **(kwargs or {}))
+        try:
+            self._called(function, args, kwargs or {}, result)
+        except Exception as bug:  # a graph must not fail because it is watched
+            self._stop(f"a bug of atomc, please report it: {type(bug).__name__}: {bug}")
+        return result
+
+    def _called(
+        self, function: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = result if isinstance(result, tuple | list) else [result]
-        if _is_read_by_host(function, operands):
+        tensors = [*operands, *(x for x in tree_leaves(results) if isinstance(x, Tensor))]
+        if any(x.layout != torch.strided for x in tensors):
+            self._stop(f"{function} has a tensor without strides")
+        elif _is_read_by_host(function, operands):
             self._stop(f"the host reads what {function} returns")
         elif not _computes_nothing(function, operands, results):
-            call = Call(function, args, kwargs or {}, results)
-            self._append(call, [*operands, *results])
-        return result
+            self._append(Call(function, args, kwargs, results), tensors)
 
     def _append(self, event: Event, values: Sequence[Any]) -> None:
         if self.reason is not None:

@@ -60,6 +60,7 @@ class Repeated:
     dynamic  whether the layouts of tensors other than parameters vary; Dynamo's guards fix others
     notes    gets why a kind is not repeated
     records  gets what each kind launches
+    strict   raise bugs of atomc instead of noting them
     """
 
     call: GraphFunction
@@ -67,6 +68,7 @@ class Repeated:
     dynamic: bool
     notes: list[str]
     records: list[RepeatedCall] = field(default_factory=list)
+    strict: bool = True
     tapes: dict[Hashable, Tape | None] = field(default_factory=dict)
     attempts: dict[Hashable, _Attempt] = field(default_factory=dict)
     # Set by the first call: numbers of the inputs that are no tensors, and of tensors whose layouts
@@ -133,21 +135,25 @@ class Repeated:
         finally:
             _recording.release()
         last = self.attempts.pop(kind, _Attempt())
-        number = last.number + 1
         if isinstance(recording, str):
             self._give_up(kind, recording)
             return outputs
-        if last.recording is not None:
-            try:
-                self._compare(tape_of(last.recording, recording, shared=False), args)
-                tape = self.tapes[kind] = tape_of(last.recording, recording)
-                self.records.append({"kernels": tape.kernels, "ops": tape.ops, "bytes": tape.bytes})
-                return outputs
-            except Unrepeatable as why:
-                if number >= MOST_ATTEMPTS:
-                    self._give_up(kind, str(why))
-                    return outputs
-        self._attempt(kind, _Attempt(recording, number))
+        if last.recording is None:
+            self._attempt(kind, _Attempt(recording, last.number + 1))
+            return outputs
+        try:
+            self._compare(tape_of(last.recording, recording, shared=False), args)
+            tape = self.tapes[kind] = tape_of(last.recording, recording)
+            self.records.append({"kernels": tape.kernels, "ops": tape.ops, "bytes": tape.bytes})
+        except Unrepeatable as why:
+            if last.number + 1 < MOST_ATTEMPTS:
+                self._attempt(kind, _Attempt(recording, last.number + 1))
+            else:
+                self._give_up(kind, str(why))
+        except Exception as bug:  # the call has succeeded, whatever it is that cannot repeat it
+            if self.strict:
+                raise
+            self._give_up(kind, f"a bug of atomc, please report it: {type(bug).__name__}: {bug}")
         return outputs
 
     def _compare(self, tape: Tape, args: Sequence[Input]) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import functools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -36,11 +37,16 @@ def captured_kernels(call: Callable[[], object], device: torch.device) -> Counte
         # "relaxed" lets other threads, and the loading of a kernel, go on.
         graph.capture_begin(capture_error_mode="relaxed")
         try:
-            result = call()  # alive until the end, or its memory would be that of later kernels
-        finally:
-            graph.capture_end()
-    del result
-    return Counter(_nodes(graph.raw_cuda_graph()))
+            call()
+        except BaseException:  # Ctrl-C too: the stream would go on capturing
+            with suppress(RuntimeError):  # says only that an error came before
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    try:
+        return Counter(_nodes(graph.raw_cuda_graph()))
+    except (OSError, AttributeError) as error:  # of a library that is not there, or older
+        raise RuntimeError(f"CUDA's driver does not describe a captured call: {error}") from error
 
 
 @functools.cache

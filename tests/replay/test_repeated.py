@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from atomc.kernels.triton.rows.norm import add_rms_norm, rms_norm
-from atomc.replay import repeated
+from atomc.replay import recording, repeated
 from atomc.replay.memory import ALIGNMENT, Temporary, arrange
 from atomc.replay.recording import record
 from atomc.replay.repeated import MOST_ATTEMPTS, MOST_KINDS, Repeated
@@ -361,6 +361,30 @@ def test_a_sparse_input_is_not_repeated():
         x, y = torch.eye(3), torch.randn(3, 2)
         torch.testing.assert_close(function(x.to_sparse(), y), y)
     assert graph.calls == 5 and "an input is a torch.sparse_coo" in function.notes[0]
+
+
+def test_a_graph_with_sparse_temporaries_is_not_repeated():
+    graph, function = repeats(lambda x: torch.sparse.mm(x.to_sparse(), x) + 1)
+    for _ in range(5):
+        x = torch.eye(3) * 2
+        torch.testing.assert_close(function(x), x @ x + 1)
+    assert graph.calls == 5 and "a tensor without strides" in function.notes[0]
+
+
+@pytest.mark.parametrize("broken", ["tape_of", "_computes_nothing", "_is_read_by_host"])
+def test_a_bug_of_ours_is_a_note_and_no_failure(broken, monkeypatch):
+    def fails(*args, **kwargs):
+        raise LookupError("of ours")
+
+    graph, function = repeats(lambda x: x * 2 + 1)
+    function.strict = False
+    function(torch.ones(3))
+    monkeypatch.setattr(repeated if broken == "tape_of" else recording, broken, fails)
+    for _ in range(5):
+        x = torch.randn(3)
+        assert_all_equal([function(x)], [x * 2 + 1])
+    assert graph.calls == 6
+    assert "a bug of atomc, please report it: LookupError: of ours" in function.notes[0]
 
 
 def test_a_profiler_sees_the_ops_of_the_graph():
