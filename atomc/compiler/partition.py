@@ -156,9 +156,14 @@ def _views_for_kernels(graph: Graph) -> set[Node]:
     written = {base for base in written if base.op == "placeholder"}
     views: set[Node] = set()
     for node in reversed(list(graph.nodes)):
-        is_view = _name(node) in _TRIVIAL and storage(node) in written and node.users
-        if is_view and all(
-            x.op == "output" or record_of(x).kernel or x in views for x in node.users
+        # A part of a tuple stays with it.
+        is_view = _name(node) in _TRIVIAL and node.target is not operator.getitem
+        is_view = is_view and isinstance(node.meta.get("val"), Tensor)
+        if (
+            is_view
+            and node.users
+            and storage(node) in written
+            and all(x.op == "output" or record_of(x).kernel or x in views for x in node.users)
         ):
             views.add(node)
             next(x for x in graph.nodes if x in node.users).prepend(node)

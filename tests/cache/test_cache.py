@@ -202,6 +202,20 @@ def test_a_step_whose_attention_reads_a_cache_that_glue_writes_starts_warm(start
             torch.testing.assert_close(mine[:2], theirs[:2])
 
 
+def test_glue_may_read_one_part_of_a_store_and_attention_another(start):
+    def step(store, x, at):
+        store.index_copy_(2, at, torch.sin(x) * 2)
+        keys, values = store.split(2, 1)
+        y = F.scaled_dot_product_attention(x[:, :2], keys, torch.cos(values) * 2)
+        return torch.sin(y) + 1
+
+    x, at = torch.randn(1, 4, 1, 8), torch.tensor([2])
+    mine, theirs = torch.zeros(1, 4, 5, 8), torch.zeros(1, 4, 5, 8)
+    result, _ = start(step, mine, x, at, glue="inductor", strict=True)
+    torch.testing.assert_close(result, step(theirs, x, at))
+    torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.rotating
 def test_an_own_model_and_a_stock_one_start_warm(start):
     transformers = pytest.importorskip("transformers")
