@@ -129,10 +129,11 @@ def _address(x: Tensor) -> int:
 
 
 def _is_composite(function: OpOverload) -> bool:
-    """Whether a call of an op consists of calls of other ops."""
+    """Whether a call of an op of PyTorch consists of calls of other ops."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     name = function.name()  # type: ignore[no-untyped-call]
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return function.namespace == "aten" and bool(has_kernel(name, key))
 
 
 def _is_read_by_host(function: OpOverload, operands: Sequence[Tensor]) -> bool:
@@ -152,9 +153,9 @@ def _computes_nothing(
     tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
     if function._schema.is_mutable or not tensors:
         return not (operands or tensors)
+    if function.namespace != "aten":  # it may do something with what it returns
+        return bool(function.is_view)
     if function.overloadpacket.__name__.removeprefix("new_").startswith("empty"):
         return True
-    # Without an annotation, an op of another library may do something with what it returns.
     storages = {_address(x) for x in operands}
-    is_view = function.is_view or function.namespace == "aten"
-    return is_view and all(_address(x) in storages for x in tensors)
+    return all(_address(x) in storages for x in tensors)

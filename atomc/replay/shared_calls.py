@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from atomc.replay.memory import Fixed, InInput, InTemporary, Memory, Temporary
+from atomc.replay.memory import Fixed, InTemporary, Memory, Temporary
 from atomc.replay.recording import Call, Event
 
-# What holds a tensor: an input (its number), a temporary, or a fixed address.
-Owner = int | Temporary | tuple[str, int]
+# The temporary that holds a tensor; None: an input or a fixed address, of which any may overlap.
+Owner = Temporary | None
 
 
 def share_calls(memory: Memory, events: Sequence[Event]) -> set[int]:
@@ -92,9 +92,7 @@ def _written(event: Event) -> Iterator[Tensor]:
 
 def _owner(memory: Memory, x: Tensor) -> Owner:
     place = memory.find(x)
-    if isinstance(place, InTemporary):
-        return place.temporary
-    return place.number if isinstance(place, InInput) else ("fixed", x.data_ptr())
+    return place.temporary if isinstance(place, InTemporary) else None
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -105,8 +103,8 @@ def _key(memory: Memory, value: Any) -> Hashable:
     """Equal for equal arguments of ops."""
     if isinstance(value, Tensor):
         place = memory.find(value)
-        offset = 0 if isinstance(place, Fixed) else place.offset
-        return _owner(memory, value), offset, value.dtype, *value.shape, None, *value.stride()
+        where = value.data_ptr() if isinstance(place, Fixed) else place
+        return where, value.dtype, *value.shape, None, *value.stride()
     if isinstance(value, dict):
         return tuple((name, _key(memory, value[name])) for name in sorted(value))
     if isinstance(value, list | tuple):

@@ -459,6 +459,12 @@ def launches_between(x, mask):
     return first, x * 2, out
 
 
+def writes_what_overlaps(x, mask):
+    first, rows = mask.sum(-1), mask[1:]
+    rows.logical_not_()
+    return first * 2, mask.sum(-1) * 2
+
+
 def draws(x, mask):
     return x + torch.rand(4), x + torch.rand(4)
 
@@ -468,6 +474,7 @@ def draws(x, mask):
     [
         (layers, 8),
         (writes_between, 5),
+        (writes_what_overlaps, 5),
         (writes_a_result, 5),
         (returns_both, 2),
         (launches_between, 2),
@@ -493,6 +500,19 @@ def test_what_layers_compute_alike_is_computed_once(function, num_ops, monkeypat
         lambda *args: tapes[-1].run(args, [one.data_ptr() for one in args], 0), inputs, 10**6
     )
     assert len([event for event in recording.events if hasattr(event, "results")]) == num_ops
+
+
+def test_a_write_through_another_input_is_seen():
+    def between(x, rows):
+        first = x * 2
+        rows.add_(1)
+        return first, x * 2
+
+    _, function = repeats(between)
+    for _ in range(6):
+        x, theirs = torch.randn(4, 3), torch.empty(4, 3)
+        theirs.copy_(x)
+        assert_all_equal(function(x, x[1:3]), between(theirs, theirs[1:3]))
 
 
 def test_random_numbers_are_drawn_each_time():
