@@ -7,7 +7,6 @@ torch functions.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from atomc.errors import first_line
 from atomc.replay.static_buffer import StaticBuffer
+from atomc.torch_compat.captured_kernels import capture_into
 from atomc.torch_compat.core import (
     GraphFunction,
     Input,
@@ -29,6 +29,7 @@ MOST_GRAPHS = 32
 # Calls of the same shapes before a capture: Triton compiles, Inductor measures, libraries allocate
 # their workspaces, kernels are loaded, and by then a capture can repeat what a call launches.
 CALLS_BEFORE_CAPTURE = 3
+MOST_KEYS = 1024  # whose calls are counted
 # The kinds of the copied inputs: shapes and layouts, or values of numbers.
 Key = tuple[Hashable, ...]
 # Of the report: the shapes of the copied inputs, and the bytes of a graph.
@@ -83,16 +84,8 @@ class Pool:
                     call()
                 before = torch.cuda.memory_reserved(self.device)
                 # "relaxed" lets a kernel be loaded during capture.
-                graph.capture_begin(
-                    pool=self.handle, capture_error_mode="global" if warm_up else "relaxed"
-                )
-                try:
-                    output = call()
-                except BaseException:  # Ctrl-C too: the stream would go on capturing
-                    with suppress(RuntimeError):  # says only that an error came before
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
+                mode = "global" if warm_up else "relaxed"
+                output = capture_into(graph, call, pool=self.handle, capture_error_mode=mode)
             torch.cuda.current_stream().wait_stream(self.stream)
         size = max(0, torch.cuda.memory_reserved(self.device) - before)
         self.bytes += size
@@ -150,21 +143,22 @@ class Graphed:
         """
         reason = self._refused(key, args)
         if reason is None:
+            if len(self.calls) > MOST_KEYS:  # of calls that did not come again
+                self.calls.clear()
             self.calls[key] += 1
             if self.calls[key] <= CALLS_BEFORE_CAPTURE:
                 return None
             self.settle(args)
             last = self.captured.get(key)
-            if last is not None and self._fits(last, args):
-                return last
+            if last is not None:
+                if self._fits(last, args):
+                    return last
+                self.graphs.remove(last.record)
             try:
                 entry = self.captured[key] = self._recorded(args)
+                return entry
             except RuntimeError as error:
                 reason = first_line(error) or type(error).__name__
-            else:
-                if last is not None:
-                    self.graphs.remove(last.record)
-                return entry
         self.captured[key] = None
         note = f"no CUDA graph: {reason}"
         if note not in self.notes:

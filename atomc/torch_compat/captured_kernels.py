@@ -1,13 +1,15 @@
-"""What CUDA sees of a call: the kernels of a capture, which does not run them."""
+"""Captures of calls, and what CUDA sees of one: its kernels, which a capture does not run."""
 
 import ctypes
 import functools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 # A kernel: its handle, grid (3), block (3) and bytes of shared memory. Another node: its type.
 Node = tuple[int, ...]
 _KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
@@ -35,18 +37,26 @@ def captured_kernels(call: Callable[[], object], device: torch.device) -> Counte
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         # "relaxed" lets other threads, and the loading of a kernel, go on.
-        graph.capture_begin(capture_error_mode="relaxed")
-        try:
-            call()
-        except BaseException:  # Ctrl-C too: the stream would go on capturing
-            with suppress(RuntimeError):  # says only that an error came before
-                graph.capture_end()
-            raise
-        graph.capture_end()
+        capture_into(graph, call, capture_error_mode="relaxed")
     try:
         return Counter(_nodes(graph.raw_cuda_graph()))
     except (OSError, AttributeError) as error:  # of a library that is not there, or older
         raise RuntimeError(f"CUDA's driver does not describe a captured call: {error}") from error
+
+
+def capture_into(graph: torch.cuda.CUDAGraph, call: Callable[[], T], **how: Any) -> T:
+    """Capture a call on the current stream. how: as of CUDAGraph.capture_begin. Raises the first
+    error of the call.
+    """
+    graph.capture_begin(**how)
+    try:
+        result = call()
+    except BaseException:  # Ctrl-C too: the stream would go on capturing
+        with suppress(RuntimeError):  # says only that an error came before
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return result
 
 
 @functools.cache
