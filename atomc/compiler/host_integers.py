@@ -26,13 +26,7 @@ def compute_on_host(
     integers = _integers(gm.graph)
     outputs: list[object] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     results = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x in integers]
-    sizes = {symbol for x in example_inputs for symbol in _symbols_of_layout(x)}
-    inputs = gm.graph.find_nodes(op="placeholder")
-    unread = [
-        i
-        for i, node in enumerate(inputs)
-        if node in integers and not integers[node] & sizes and _only_integers_read(node, integers)
-    ]
+    unread = _unread(gm.graph, integers, example_inputs)
     if not unread or not results:
         return call
     compute = _function(gm.graph, integers, [outputs[i] for i in results])
@@ -52,6 +46,18 @@ def compute_on_host(
         return merged
 
     return call_with_constants
+
+
+def _unread(
+    graph: Graph, integers: dict[Node, set[object]], example_inputs: Sequence[Input]
+) -> list[int]:
+    """The numbers of the integer inputs that no tensor depends on."""
+    sizes = {symbol for x in example_inputs for symbol in _symbols_of_layout(x)}
+    return [
+        i
+        for i, node in enumerate(graph.find_nodes(op="placeholder"))
+        if node in integers and not integers[node] & sizes and _only_integers_read(node, integers)
+    ]
 
 
 def _integers(graph: Graph) -> dict[Node, set[object]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from atomc.replay.recording import Recording, Unrepeatable
+from atomc.replay.static_buffer import span
 
 ALIGNMENT = 256
 
@@ -174,8 +175,7 @@ def _in_input(x: Tensor, inputs: Mapping[int, list[tuple[int, Tensor]]]) -> InIn
 
 def _extent(x: Tensor) -> tuple[int, int]:
     """The addresses of the first element and of the end of the last one."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + span * x.element_size()
+    return x.data_ptr(), x.data_ptr() + span(x) * x.element_size()
 
 
 def arrange(temporaries: Sequence[Temporary]) -> tuple[dict[Temporary, int], int]:

@@ -206,7 +206,7 @@ class Repeated:
 
 
 def _is_watched() -> bool:
-    """Whether somebody sees or transforms each op of a call."""
+    """Whether a profiler, a mode, a transform or a hook acts on each op of a call."""
     return (
         profiler_is_on()
         or bool(torch._C._len_torch_dispatch_stack())

@@ -19,14 +19,14 @@ class StaticBuffer:
     """
 
     def __init__(self, like: Tensor):
-        span = _span(like)
-        if span * like.element_size() > max(SMALL_BYTES, MAX_SPREAD * like.nbytes):
+        length = span(like)
+        if length * like.element_size() > max(SMALL_BYTES, MAX_SPREAD * like.nbytes):
             raise RuntimeError(
                 f"an input of shape {list(like.shape)} and strides {list(like.stride())} is "
                 "spread over "
-                f"{span * like.element_size()} bytes of memory: pass it contiguous"
+                f"{length * like.element_size()} bytes of memory: pass it contiguous"
             )
-        memory = torch.empty(span, dtype=like.dtype, device=like.device)
+        memory = torch.empty(length, dtype=like.dtype, device=like.device)
         self.tensor = memory.as_strided(like.shape, like.stride(), 0)
         self._flat = _overlaps(like)
         self._to = self._distinct(self.tensor)
@@ -39,14 +39,14 @@ class StaticBuffer:
     def _distinct(self, x: Tensor) -> Tensor:
         """A view that contains each element in memory once; including gaps if windows overlap."""
         if self._flat:
-            return x.as_strided((_span(x),), (1,), x.storage_offset())
+            return x.as_strided((span(x),), (1,), x.storage_offset())
         for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
             if size > 1 and stride == 0:
                 x = x.narrow(dim, 0, 1)
         return x
 
 
-def _span(x: Tensor) -> int:
+def span(x: Tensor) -> int:
     """The distance from the first element in memory to the end of the last one, in elements."""
     if x.numel() == 0:
         return 0

@@ -30,13 +30,11 @@ class Tape:
     """What calls of one kind launch.
 
     run      (inputs, addresses of those that are tensors, by number, stream) -> outputs
-    source   of `run`
     kernels, ops  how many each call launches
     bytes    of the allocation of its temporaries
     """
 
     run: Callable[[Sequence[Input], Sequence[int], int], Outputs]
-    source: str
     kernels: int
     ops: int
     bytes: int
@@ -120,7 +118,7 @@ class _Writer:
         exec(compile(source, "<atomc replay>", "exec"), names)
         launched = [event for n, (event, _) in enumerate(events) if n not in left_out]
         ops = sum(isinstance(event, Call) for event in launched)
-        return Tape(names["tape"], source, len(launched) - ops, ops, self.arena_bytes)
+        return Tape(names["tape"], len(launched) - ops, ops, self.arena_bytes)
 
     def arena(self) -> Iterator[str]:
         if self.device is not None:

@@ -101,7 +101,7 @@ def interpret(function: Any, names: tuple[str, ...], grid: Any, *args: Any, **kw
 
 
 def launches_are_hooked() -> bool:
-    """Whether somebody, such as a profiler, sees the launches of Triton."""
+    """Whether a hook, such as that of a profiler, is called at each launch of Triton."""
     triton = sys.modules.get("triton")
     return triton is not None and bool(
         triton.knobs.runtime.launch_enter_hook.calls or triton.knobs.runtime.launch_exit_hook.calls

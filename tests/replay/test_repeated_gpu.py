@@ -33,15 +33,15 @@ class Block(nn.Module):
 @pytest.fixture
 def repeated(monkeypatch):
     """The repeated callables of the graphs that a test compiles."""
-    made = []
+    callables = []
 
     class Noted(Repeated):
         def __init__(self, *args):
             super().__init__(*args)
-            made.append(self)
+            callables.append(self)
 
     monkeypatch.setattr(callable_of, "Repeated", Noted)
-    return made
+    return callables
 
 
 @pytest.fixture
