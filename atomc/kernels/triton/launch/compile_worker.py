@@ -13,6 +13,7 @@ import importlib
 import json
 import operator
 import os
+import pickle
 import select
 import subprocess
 import sys
@@ -68,7 +69,10 @@ class CompileWorker:
 
         def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
             target = astuple(triton.runtime.driver.active.get_current_target())
-            self._send(json.dumps([fn.module, fn.name, target, compile["specialization_data"]]))
+            constants = {k: v for k, v in compile["constants"].items() if isinstance(v, tuple)}
+            tuples = pickle.dumps((compile["signature"], constants)).hex()
+            data = compile["specialization_data"]
+            self._send(json.dumps([fn.module, fn.name, target, data, tuples]))
             return only
 
         with patch.object(triton.knobs.runtime, "jit_cache_hook", hook):
@@ -148,11 +152,22 @@ def _driver() -> Any:
 
 
 def _compile(
-    driver: Any, module: str, name: str, target: list[str | int], specialization: str
+    driver: Any, module: str, name: str, target: list[str | int], specialization: str, tuples: str
 ) -> None:
     driver.get_current_device = lambda: 0
     driver.get_current_target = lambda: GPUTarget(*target)
-    kernel = operator.attrgetter(name)(importlib.import_module(module)).preload(specialization)
+    function = operator.attrgetter(name)(importlib.import_module(module))
+    compile = function._do_compile
+    # JSON makes lists of NamedTuples, whose names the kernel reads.
+    signature, named = pickle.loads(bytes.fromhex(tuples))
+
+    def compiled(
+        key: str, _: object, device: int, constants: dict[Any, Any], *rest: Any, **kwargs: Any
+    ) -> Any:
+        return compile(key, signature, device, constants | named, *rest, **kwargs)
+
+    function._do_compile = compiled
+    kernel = function.preload(specialization)
     driver.launcher_cls(kernel.src, kernel.metadata)
 
 

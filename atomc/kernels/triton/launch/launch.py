@@ -8,6 +8,7 @@ a packed projection and transposed heads without a copy.
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -101,6 +102,20 @@ def row_layout(x: Tensor, *others: Tensor | None) -> tuple[int, ...]:
     return *inner_sizes(x), *(stride for rows in (x, *others) for stride in row_strides(rows))
 
 
+class Rows(NamedTuple):
+    """The rows of a tensor as one argument of a kernel: its memory, and strides of d0, d1, d2."""
+
+    ptr: Tensor
+    s0: int
+    s1: int
+    s2: int
+
+
+def rows_of(x: Tensor | None) -> Rows | None:
+    """The rows of x; without a tensor None, for which a kernel is compiled without this operand."""
+    return None if x is None else Rows(x, *row_strides(x))
+
+
 @functools.cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel that calls `wait_for_last`: on Hopper and later it may start
@@ -153,6 +168,12 @@ def row_offset(row, d1, d2, s0, s1, s2):
         + (outer % d1).to(tl.int64) * s1
         + (row % d2).to(tl.int64) * s2
     )
+
+
+@triton.jit
+def at(tensor, row, sizes):
+    """Pointers to the first elements of Rows, given by number as an int32 tensor; sizes: d1, d2."""
+    return tensor.ptr + row_offset(row, sizes[0], sizes[1], tensor.s0, tensor.s1, tensor.s2)
 
 
 @triton.jit
