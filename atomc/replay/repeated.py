@@ -6,7 +6,8 @@ their own, and nothing else: no shapes, no checks, no choice of tiles.
 """
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from atomc.errors import first_line
+from atomc.replay.bound import Libraries
 from atomc.replay.recording import Recording, Unrepeatable, record
 from atomc.replay.tape import Tape, tape_of
 from atomc.report.report_data import RepeatedCall
-from atomc.torch_compat.captured_kernels import captured_kernels
+from atomc.torch_compat.captured_kernels import Node, captured_kernels
 from atomc.torch_compat.core import (
     GraphFunction,
     Input,
@@ -142,9 +144,15 @@ class Repeated:
             self._attempt(kind, _Attempt(recording, last.number + 1))
             return outputs
         try:
-            self._compare(tape_of(last.recording, recording, shared=False), args)
-            tape = self.tapes[kind] = tape_of(last.recording, recording)
-            self.records.append({"kernels": tape.kernels, "ops": tape.ops, "bytes": tape.bytes})
+            tape = self.tapes[kind] = self._tape(last.recording, recording, args)
+            self.records.append(
+                {
+                    "kernels": tape.kernels,
+                    "ops": tape.ops,
+                    "direct": tape.direct,
+                    "bytes": tape.bytes,
+                }
+            )
         except Unrepeatable as why:
             if last.number + 1 < MOST_ATTEMPTS:
                 self._attempt(kind, _Attempt(recording, last.number + 1))
@@ -156,23 +164,31 @@ class Repeated:
             self._give_up(kind, f"a bug of atomc, please report it: {type(bug).__name__}: {bug}")
         return outputs
 
-    def _compare(self, tape: Tape, args: Sequence[Input]) -> None:
-        """Raise Unrepeatable if CUDA sees other kernels in the tape than in the call."""
+    def _tape(self, first: Recording, second: Recording, args: Sequence[Input]) -> Tape:
+        """What repeats the call. Raises Unrepeatable if CUDA sees other kernels in it."""
         if self.device.type != "cuda":
-            return
-        addresses = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in args]
-
+            return tape_of(first, second)
         with torch.cuda.device(self.device):
-            try:
-                kernels = captured_kernels(lambda: self.call(*args), self.device)
-                repeated = captured_kernels(
-                    lambda: self._repeat(tape, args, addresses), self.device
-                )
-            except RuntimeError as error:
-                raise Unrepeatable(first_line(error)) from error
-        if kernels != repeated:
-            missing = (kernels - repeated).total()
-            raise Unrepeatable(f"{missing} of {kernels.total()} kernels are launched unseen")
+            expected = self._captured(lambda: self.call(*args))
+            repeated = self._captured(self._repeating(tape_of(first, second, shared=False), args))
+            if expected != repeated:
+                missing = (expected - repeated).total()
+                message = f"{missing} of {expected.total()} kernels are launched unseen"
+                raise Unrepeatable(message)
+            plain = tape_of(first, second)
+            direct = tape_of(first, second, libraries=Libraries(self.device))
+            expected = self._captured(self._repeating(plain, args))
+            return direct if self._captured(self._repeating(direct, args)) == expected else plain
+
+    def _repeating(self, tape: Tape, args: Sequence[Input]) -> Callable[[], object]:
+        addresses = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in args]
+        return lambda: self._repeat(tape, args, addresses)
+
+    def _captured(self, call: Callable[[], object]) -> Counter[Node]:
+        try:
+            return captured_kernels(call, self.device)
+        except RuntimeError as error:
+            raise Unrepeatable(first_line(error)) from error
 
     def _give_up(self, kind: Hashable, reason: str) -> None:
         if len(self.tapes) < 2 * MOST_KINDS:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atomc.replay.bound import Bound, Chosen, Libraries, Slot
 from atomc.replay.memory import (
     ALIGNMENT,
     Fixed,
@@ -22,7 +23,10 @@ from atomc.replay.memory import (
 from atomc.replay.recording import Call, Event, Recording, Unrepeatable
 from atomc.replay.shared_calls import share_calls
 from atomc.torch_compat.core import Input, Outputs
+from atomc.torch_compat.cuda_driver import Kernel
 from atomc.torch_compat.launches import STREAM, Launch
+
+_ARENA = "arena"
 
 
 @dataclass(frozen=True)
@@ -31,19 +35,28 @@ class Tape:
 
     run      (inputs, addresses of those that are tensors, by number, stream) -> outputs
     kernels, ops  how many each call launches
+    direct   how many of both CUDA's driver and cuBLASLt get directly
     bytes    of the allocation of its temporaries
     """
 
     run: Callable[[Sequence[Input], Sequence[int], int], Outputs]
     kernels: int
     ops: int
+    direct: int
     bytes: int
 
 
-def tape_of(first: Recording, second: Recording, *, shared: bool = True) -> Tape:
+def tape_of(
+    first: Recording,
+    second: Recording,
+    *,
+    shared: bool = True,
+    libraries: Libraries | None = None,
+) -> Tape:
     """A function that does what both calls did, for other inputs of the same kind.
 
-    shared  ops that compute the same run once
+    shared     ops that compute the same run once
+    libraries  launches and products of matrices that they know are calls of them
 
     Raises Unrepeatable if the two calls differ in more than addresses.
     """
@@ -58,7 +71,10 @@ def tape_of(first: Recording, second: Recording, *, shared: bool = True) -> Tape
         if isinstance(place, InTemporary) and place.temporary.first == len(events):
             raise Unrepeatable("no visible kernel has written an output")
     left_out = share_calls(memory, first.events) if shared else set()
-    return _Writer(memory, second).tape(events, left_out, first.outputs)
+    left = [None if number in left_out else event for number, event in enumerate(first.events)]
+    direct = libraries.direct(left) if libraries else {}
+    functions = libraries.functions if libraries else dict
+    return _Writer(memory, second, direct, functions).tape(events, left_out, first.outputs)
 
 
 def _place(memory: Memory, event: Event, twin: Event, number: int) -> None:
@@ -88,17 +104,46 @@ class _Writer:
     which have names.
     """
 
-    def __init__(self, memory: Memory, recording: Recording):
+    def __init__(
+        self,
+        memory: Memory,
+        recording: Recording,
+        direct: Mapping[int, Kernel | Chosen],
+        functions: Callable[[], Mapping[str, Callable[..., object]]],
+    ):
         self.memory, self.inputs = memory, recording.inputs
+        self.direct = {n: one for n, one in direct.items() if self.has_fixed_bias(one)}
         self.constants: dict[str, Any] = {}
         self.names: dict[Temporary, str] = {}
         self.arenas: dict[torch.dtype, str] = {}  # the arena as a tensor of each dtype
+        self.bound = Bound(functions, self.slot, self.constants)
+        self.workspaces: dict[int, Temporary] = {}
+        for number, one in self.direct.items():
+            if isinstance(one, Chosen):
+                self.give_memory(one, number)
         in_arena = [one for one in memory.temporaries() if not self.is_named(one)]
+        in_arena += self.workspaces.values()
         self.offsets, self.arena_bytes = arrange(in_arena)
         devices = {one.device for one in in_arena}
         if len(devices) > 1:
             raise Unrepeatable("its temporaries are on several devices")
         self.device = next(iter(devices), None)
+
+    def has_fixed_bias(self, one: Kernel | Chosen) -> bool:
+        """Whether cuBLASLt gets the address of a bias before the call."""
+        bias = one.operands.bias if isinstance(one, Chosen) else None
+        return bias is None or not isinstance(self.memory.find(bias), InTemporary)
+
+    def give_memory(self, chosen: Chosen, number: int) -> None:
+        """Let a product write its result to memory of the tape, and have a workspace there."""
+        place = self.memory.find(chosen.operands.out)
+        if isinstance(place, InTemporary) and place.temporary.first == number:
+            place.temporary.returned = False
+        if size := chosen.algorithm.workspace:
+            out = chosen.operands.out
+            self.workspaces[number] = Temporary(
+                out.new_empty(size, dtype=torch.uint8), number, number
+            )
 
     def is_named(self, one: Temporary) -> bool:
         return one.returned or one.last == self.memory.num_events
@@ -112,13 +157,23 @@ class _Writer:
                 lines += self.event(event, twin, number)
             lines += [f"del {name}" for one, name in self.names.items() if one.last == number]
         lines += [f"return {self.value(outputs, outputs, tensors=True)}"]
-        source = "\n    ".join(["def tape(inputs, addresses, stream):", *self.arena(), *lines])
+        lines = [*self.arena(), *lines]
+        if num_direct := self.bound.finish():
+            lines = ["begin(addresses, stream)", *lines]
+        lines = [line for line in lines if self.is_used(line)]
+        if num_direct:
+            lines = ["with lock:", *("    " + line for line in lines)]
+        source = "\n    ".join(["def tape(inputs, addresses, stream):", *lines])
         names: dict[str, Any] = {"view": _view, **self.constants}
         names |= {name: getattr(torch, name) for name in ("empty", "empty_strided", "uint8")}
         exec(compile(source, "<atomc replay>", "exec"), names)
         launched = [event for n, (event, _) in enumerate(events) if n not in left_out]
         ops = sum(isinstance(event, Call) for event in launched)
-        return Tape(names["tape"], len(launched) - ops, ops, self.arena_bytes)
+        return Tape(names["tape"], len(launched) - ops, ops, num_direct, self.arena_bytes)
+
+    def is_used(self, line: str) -> bool:
+        """Whether a line does more than to say where something is that no library needs."""
+        return not line.startswith("at_") or line.split("(")[0] in self.constants
 
     def arena(self) -> Iterator[str]:
         if self.device is not None:
@@ -126,6 +181,7 @@ class _Writer:
             size = -(-self.arena_bytes // ALIGNMENT) * ALIGNMENT  # a multiple of that of each dtype
             yield f"arena = empty({size}, dtype=uint8, device={device})"
             yield "a = arena.data_ptr()"
+            yield f"at_{_ARENA}(a)"
             for dtype, name in self.arenas.items():
                 yield f"{name} = arena.view({self.constant(dtype)})"
 
@@ -135,6 +191,10 @@ class _Writer:
                 self.names[one] = f"t{len(self.names)}"
                 if not one.returned:
                     yield f"{self.names[one]} = {self.allocation(one)}"
+                    yield self.at(one)
+        if direct := self.direct_line(event, number):
+            yield direct
+            return
         function = self.constant(event.function)
         if isinstance(event, Launch) and isinstance(twin, Launch):
             tensors = not event.addresses
@@ -144,6 +204,22 @@ class _Writer:
             call = f"{function}({', '.join(self.operands(event, twin, tensors=True))})"
             results = [self.result(x, number) for x in event.results]
             yield f"{', '.join(results)} = {call}" if any(x != "_" for x in results) else call
+            for one in self.names:
+                if one.returned and one.first == number:
+                    yield self.at(one)
+
+    def at(self, one: Temporary) -> str:
+        """Says where a temporary with a name is; for libraries, which may not need it."""
+        return f"at_{self.names[one]}({self.names[one]}.data_ptr())"
+
+    def direct_line(self, event: Event, number: int) -> str | None:
+        one = self.direct.get(number)
+        if isinstance(one, Kernel) and isinstance(event, Launch):
+            return self.bound.launch(one, event)
+        if isinstance(one, Chosen):
+            offset = self.offsets[self.workspaces[number]] if number in self.workspaces else 0
+            return self.bound.product(one, (_ARENA, offset))
+        return None
 
     def result(self, x: Any, number: int) -> str:
         """The name for what a call returns."""
@@ -188,17 +264,26 @@ class _Writer:
         return name
 
     def address(self, x: Tensor) -> str:
+        base, offset = self.slot(x)
+        if base is None:
+            return str(offset)
+        if isinstance(base, int):
+            address = f"addresses[{base}]"
+        else:
+            address = "a" if base == _ARENA else f"{base}.data_ptr()"
+        return f"{address} + {offset}" if offset else address
+
+    def slot(self, x: Tensor) -> Slot:
+        """What the address of a tensor follows, and the bytes from there."""
         place = self.memory.find(x)
         if isinstance(place, Fixed):
             self.constant(place.tensor)  # stays alive
-            return str(x.data_ptr())
+            return None, x.data_ptr()
         if isinstance(place, InInput):
-            base = f"addresses[{place.number}]"
-        elif place.temporary in self.offsets:
-            return f"a + {self.offsets[place.temporary] + place.offset}"
-        else:
-            base = f"{self.names[place.temporary]}.data_ptr()"
-        return f"{base} + {place.offset}" if place.offset else base
+            return place.number, place.offset
+        if place.temporary in self.offsets:
+            return _ARENA, self.offsets[place.temporary] + place.offset
+        return self.names[place.temporary], place.offset
 
     def tensor(self, x: Tensor) -> str:
         place = self.memory.find(x)

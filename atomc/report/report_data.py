@@ -38,12 +38,13 @@ class Machine(TypedDict, total=False):
 
 
 class RepeatedCall(TypedDict):
-    """Calls of one kind that run without their Python: what each of them launches, and the bytes of
-    the allocation of its temporaries.
+    """Calls of one kind that run without their Python: what each of them launches, how much of it
+    CUDA's driver and cuBLASLt get directly, and the bytes of the allocation of its temporaries.
     """
 
     kernels: int
     ops: int
+    direct: int
     bytes: int
 
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 # Stands for the current stream in the arguments of a launch.
 STREAM = object()
@@ -98,6 +99,17 @@ def interpret(function: Any, names: tuple[str, ...], grid: Any, *args: Any, **kw
     from triton.runtime.interpreter import GridExecutor
 
     GridExecutor(function, list(names), grid)(*args, **kwargs)
+
+
+def launch_again(launch: Launch, device: torch.device) -> None:
+    """Launch a kernel on the current stream of a device."""
+    stream = current_stream(device)
+
+    def value(x: Any) -> Any:
+        return stream if x is STREAM else x.data_ptr() if isinstance(x, torch.Tensor) else x
+
+    head, args = tree_map(value, (launch.head, launch.args))
+    launch.function(*head, *args, **tree_map(value, dict(launch.kwargs)))
 
 
 def launches_are_hooked() -> bool:

@@ -181,7 +181,8 @@ def _listed(title: str, lines: Sequence[str]) -> str:
 
 def _repeated(call: RepeatedCall) -> str:
     size = f"{call['bytes'] / 2**20:.1f} MiB of temporaries"
-    return f"{call['kernels']} kernels and {call['ops']} ops of PyTorch, {size}"
+    launches = f"{call['kernels']} kernels and {call['ops']} ops of PyTorch"
+    return f"{launches}, {call['direct']} by CUDA's driver and cuBLASLt directly, {size}"
 
 
 def _audit(report: ReportData) -> str:
