@@ -188,9 +188,9 @@ class Bound:
         def point(values: int, _: int) -> None:
             places = [values + number * _BYTES for number in range(first, first + 4)]
             *addresses, memory = map(ctypes.c_void_p.from_address, places)
-            self.constants[name] = product.arguments(
-                Operands(*addresses), algorithm, memory, self.stream
-            )
+            where = Operands(*addresses)
+            self.constants[name] = product.arguments(where, algorithm, memory, self.stream)
+            self.constants[f"{name}_is"] = product  # stays alive, and what it describes with it
 
         self.unfinished.append(point)
         return f"if status := multiply(*{name}): check_product(status)"

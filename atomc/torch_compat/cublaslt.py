@@ -5,7 +5,6 @@ Row-major matrices are the transposed ones of cuBLAS, which are column-major: ou
 
 import ctypes
 import functools
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,7 +51,6 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(f"libcublasLt.so.{version}")
 
 
-@dataclass(eq=False)
 class Product:
     """out = a @ b (+ bias), for matrices with the layouts of an example.
 
@@ -61,13 +59,11 @@ class Product:
     it, OSError without cuBLAS.
     """
 
-    example: Operands
-    descriptor: ctypes.c_void_p = field(default_factory=ctypes.c_void_p)
-    layouts: list[ctypes.c_void_p] = field(default_factory=list)  # of b, a and out
-
-    def __post_init__(self) -> None:
+    def __init__(self, example: Operands):
         self._library = library()
-        a, b, out, bias = self.example
+        self.descriptor = ctypes.c_void_p()
+        self.layouts: list[ctypes.c_void_p] = []  # of b, a and out
+        a, b, out, bias = example
         create = self._library.cublasLtMatmulDescCreate
         check(create(ctypes.byref(self.descriptor), _COMPUTE_32F, _REAL_32F))
         self._describe(_TRANSA, ctypes.c_int(not is_by_rows(b)))

@@ -3,7 +3,9 @@ against stand-ins that read memory as the libraries' documentation says.
 """
 
 import ctypes
+import gc
 import threading
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -129,11 +131,10 @@ def mixed(events, x, y):
 
 def tapes(program, libraries, make=inputs):
     first, second = (recorded(program, *make(seed)) for seed in (1, 2))
-    alive.extend((first, second))
-    return tape_of(first, second), tape_of(first, second, libraries=libraries)
-
-
-alive: list[Recording] = []  # as in a tape's making: no address is used again
+    both = tape_of(first, second), tape_of(first, second, libraries=libraries)
+    del first, second
+    gc.collect()  # a tape holds what its lines use
+    return both
 
 
 def test_launches_by_the_driver_give_what_launchers_give():
@@ -406,6 +407,18 @@ def test_products_that_cublaslt_would_compute_otherwise_stay_with_pytorch(
     op(events, ATEN.addmm.default, bias, x, w, **factors)
     op(events, ATEN.bmm.default, halves(2, 4, 16), halves(2, 16, 8))
     assert OnlyProducts(CPU).direct(events) == {}
+
+
+def test_a_tape_holds_no_tensors_of_the_calls_that_were_recorded(multiplier):
+    results = []
+
+    def program(events, x, w):
+        results.append(weakref.ref(op(events, ATEN.mm.default, x, w)))
+        return op(events, ATEN.add.Tensor, results[-1](), 1.0)
+
+    _, direct = tapes(program, OnlyProducts(CPU), lambda seed: [halves(7, 16), halves(16, 24)])
+    assert direct.direct == 1
+    assert [one() for one in results] == [None, None]
 
 
 def test_a_bias_follows_its_input(multiplier):
