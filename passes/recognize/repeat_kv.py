@@ -40,11 +40,11 @@ def _replacement(
     )
 
 
-def _example(masked: bool) -> Example:
+def _example(masked: bool, heads: int = 3) -> Example:
     return {
         "q": tensor_example(2, 5, 21, 12),
-        "k": tensor_example(2, 3, 11, 12),
-        "v": tensor_example(2, 3, 11, 12),
+        "k": tensor_example(2, heads, 11, 12),
+        "v": tensor_example(2, heads, 11, 12),
         "mask": tensor_example(5, 11, dtype=OneOf(torch.bool, torch.bfloat16)) if masked else None,
         "scale": 0.25,
         "causal": OneOf(False, True),
@@ -58,5 +58,11 @@ REPEAT_KV = Rewrite(
     _example,
     attrs=lambda causal, **_: {"causal": causal},
     needs={"aten::expand": {}},
-    cases=[Case("", {"masked": False}), Case("mask", {"masked": True})],
+    cases=[
+        Case("", {"masked": False}),
+        Case("mask", {"masked": True}),
+        # The reshape of one repeated head is a view.
+        Case("one head", {"masked": False, "heads": 1}),
+        Case("one head, mask", {"masked": True, "heads": 1}),
+    ],
 )

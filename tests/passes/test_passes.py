@@ -383,19 +383,21 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("grouped", ["repeated", "enable_gqa"])
+@pytest.mark.parametrize("heads", [K, 1])
 @DTYPES
-def test_grouped_attention_reads_keys_and_values_by_group(grouped, mask, dtype):
+def test_grouped_attention_reads_keys_and_values_by_group(grouped, heads, mask, dtype):
     given = MASKS[mask]
 
     def function(q, k, v):
         if grouped == "repeated":
-            k, v = repeat(k, N // K), repeat(v, N // K)
+            k, v = repeat(k, N // heads), repeat(v, N // heads)
         return F.scaled_dot_product_attention(
             q, k, v, given, is_causal=given is None, enable_gqa=grouped != "repeated"
         )
 
     given = given.to(dtype) if mask == "float" else given
-    inputs = cast(dtype, torch.randn(2, N, T, D), torch.randn(2, K, T, D), torch.randn(2, K, T, D))
+    keys, values = (torch.randn(2, heads, T, D) for _ in range(2))
+    inputs = cast(dtype, torch.randn(2, N, T, D), keys, values)
     report = explained(function, *inputs, tolerance=1e-6 if dtype == torch.float32 else 2e-2)
     assert report.matches["attention"] == 1
     assert report.matches["repeat_kv"] == (grouped == "repeated")
