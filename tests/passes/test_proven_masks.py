@@ -13,6 +13,9 @@ from torch import Tensor
 
 from atomc import passes
 from atomc.ops import attention
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.rewriting.graph_pass import Context
 
 PASSES = [p for p in passes.PIPELINE if p.name in ("tidy", "proven_masks")]
 T = 7
@@ -48,6 +51,8 @@ PROVEN: dict[str, tuple[Callable[[], Tensor], tuple[bool, int]]] = {
     "a triangle": (lambda: torch.ones(T, T, dtype=torch.bool).tril(), (True, 0)),
     "numbers": (lambda: torch.full((T, T), -1e38).triu(1), (True, 0)),
     "a window": (lambda: window(3), (True, 3)),
+    "a window that hides one key": (lambda: window(T - 1), (True, T - 1)),
+    "a window that hides none": (lambda: window(T), (True, 0)),
     "all keys": (lambda: torch.ones(T, T, dtype=torch.bool), (False, 0)),
 }
 STAYS: dict[str, Callable[[], Tensor]] = {
@@ -63,7 +68,9 @@ STAYS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def sites(mask: Callable[[], Tensor], dynamic: bool = False) -> list[dict[str, object]]:
+def sites(
+    mask: Callable[[], Tensor], dynamic: bool = False, context: Context | None = None
+) -> list[dict[str, object]]:
     """The attributes of attention behind the pass; its result is eager's."""
     seen: list[dict[str, object]] = []
 
@@ -80,9 +87,16 @@ def sites(mask: Callable[[], Tensor], dynamic: bool = False) -> list[dict[str, o
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask()),
         *(Q, K, V),
         dynamic=dynamic,
+        context=context,
     )
     assert traced.error < 1e-5
     return seen
+
+
+def test_the_runtime_keeps_a_window_of_all_new_tokens() -> None:
+    context = Context(Options(), Platform.detect("cpu"), paged=True)
+    [attributes] = sites(PROVEN["a window that hides none"][0], context=context)
+    assert (attributes["mask"], attributes["window"]) == (None, T)
 
 
 @pytest.mark.parametrize("name", PROVEN)

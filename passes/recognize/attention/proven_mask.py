@@ -24,17 +24,22 @@ from atomc.rewriting.rewrite import Fired
 
 
 def proven_masks(gm: GraphModule, context: Context) -> Iterator[Fired]:
-    """Replace the mask of each attention for which `causal` and `window` say the same."""
+    """Replace the mask of each attention for which `causal` and `window` say the same, and drop a
+    window that is longer than the queries: in the runtime, earlier keys are in the cache.
+    """
     for node in gm.graph.find_nodes(op="call_function", target=ops.attention.overload):
-        arguments = dict(ops.attention.signature.bind(*node.args, **node.kwargs).arguments)
-        mask = arguments.get("mask")
-        if not isinstance(mask, Node) or arguments.get("causal", True):
-            continue
-        band = _visible_keys(call(node).operands, mask)
-        if band is not None:
-            arguments |= {"mask": None, "causal": band.high == 0}
-            arguments |= {"window": int(1 - band.low)} if band.low > -math.inf else {}
-            bound = ops.attention.signature.bind(**arguments)
+        bound = ops.attention.signature.bind(*node.args, **node.kwargs)
+        arguments, mask = bound.arguments, bound.arguments.get("mask")
+        before = dict(arguments)
+        if isinstance(mask, Node) and not arguments.get("causal", True):
+            band = _visible_keys(call(node).operands, mask)
+            if band is not None:
+                arguments |= {"mask": None, "causal": band.high == 0}
+                arguments |= {"window": int(1 - band.low)} if band.low > -math.inf else {}
+        rows = value(call(node).operands[0]).shape[-3]
+        if not context.paged and isinstance(rows, int) and 0 < rows <= arguments.get("window", 0):
+            del arguments["window"]
+        if arguments != before:
             node.args, node.kwargs = bound.args, bound.kwargs
             yield Fired("proven_masks", node, {}, {node})
 
