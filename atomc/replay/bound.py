@@ -26,7 +26,14 @@ from atomc.replay.recording import Call, Event
 from atomc.torch_compat import cublaslt
 from atomc.torch_compat.captured_kernels import captured_kernel, captured_kernels
 from atomc.torch_compat.cublaslt import Algorithm, Operands, Product, is_by_rows, is_matrix
-from atomc.torch_compat.cuda_driver import Kernel, LaunchConfig, check, driver, launch_config
+from atomc.torch_compat.cuda_driver import (
+    Kernel,
+    LaunchConfig,
+    check,
+    driver,
+    enter_thread,
+    launch_config,
+)
 from atomc.torch_compat.launches import Launch, current_stream, launch_again
 
 NDArray = numpy.typing.NDArray[numpy.int64]
@@ -64,6 +71,7 @@ class Libraries:
     def functions(self) -> dict[str, Callable[..., object]]:
         """Those that lines of a tape call."""
         return {
+            "enter_thread": enter_thread,
             "launch": driver().cuLaunchKernelEx,
             "check": check,
             "multiply": cublaslt.library().cublasLtMatmul,

@@ -159,7 +159,7 @@ class _Writer:
         lines += [f"return {self.value(outputs, outputs, tensors=True)}"]
         lines = [*self.arena(), *lines]
         if num_direct := self.bound.finish():
-            lines = ["begin(addresses, stream)", *lines]
+            lines = ["enter_thread()", "begin(addresses, stream)", *lines]
         lines = [line for line in lines if self.is_used(line)]
         if num_direct:
             lines = ["with lock:", *("    " + line for line in lines)]

@@ -2,7 +2,10 @@
 
 import ctypes
 import functools
+import threading
 from typing import NamedTuple
+
+import torch
 
 # Its number and the 64 bytes of its value.
 Attribute = tuple[int, bytes]
@@ -54,6 +57,20 @@ def launch_config(kernel: Kernel) -> LaunchConfig:
 def driver() -> ctypes.CDLL:
     """CUDA's driver. Raises OSError if there is none."""
     return ctypes.CDLL("libcuda.so.1")
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def enter_thread() -> None:
+    """Let the driver launch in this thread, which has no context before CUDA's runtime uses it."""
+    if not _thread.has_context:
+        torch.cuda.current_stream().query()
+        _thread.has_context = True
 
 
 def check(status: int) -> None:

@@ -58,6 +58,7 @@ class StandIn(Libraries):
 
     status: int = 0
     launches: list = field(default_factory=list)
+    threads: set = field(default_factory=set)
     attributes: tuple = ()
     overlaps: bool = False
 
@@ -66,13 +67,18 @@ class StandIn(Libraries):
 
     def functions(self):
         return {
+            "enter_thread": self.enter_thread,
             "launch": self.launch,
             "check": cuda_driver.check,
             "multiply": Multiplier().cublasLtMatmul,
             "check_product": cublaslt.check,
         }
 
+    def enter_thread(self):
+        self.threads.add(threading.get_ident())
+
     def launch(self, config, function, parameters, extra):
+        assert threading.get_ident() in self.threads
         config = LaunchConfig.from_buffer_copy(config._obj)
         assert (function.value, extra) == (AXPY, None)
         sizes = [8, 8, 8, 4, 4, 8, 8]
@@ -334,7 +340,8 @@ def halves(*shape, seed=0):
 class OnlyProducts(Libraries):
     def functions(self):
         library = cublaslt.library()
-        return {"multiply": library.cublasLtMatmul, "check_product": cublaslt.check}
+        functions = {"multiply": library.cublasLtMatmul, "check_product": cublaslt.check}
+        return {"enter_thread": lambda: None, **functions}
 
 
 ATEN = torch.ops.aten

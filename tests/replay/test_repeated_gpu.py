@@ -109,6 +109,22 @@ def test_streams_and_threads_do_not_share_temporaries(block, repeated):
         assert all(torch.equal(one, expected[seed]) for one in result)
 
 
+def test_launches_and_products_are_direct_also_in_a_thread_that_has_not_used_cuda(block, repeated):
+    compiled, plain = block
+    x = rows(300)
+    for _ in range(5):
+        expected = compiled(x)
+    assert is_repeated(repeated)
+    [record] = [record for one in repeated for record in one.records]
+    assert record["direct"] == record["kernels"] + 4, record  # of two blocks, two products each
+    results = []
+    thread = threading.Thread(target=lambda: results.append(compiled(x)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], expected)
+    assert torch.equal(results[0], plain(x))
+
+
 def test_a_kernel_that_nothing_sees_keeps_a_call_from_being_repeated():
     def launches(x):
         torch.cuda._sleep(100)
