@@ -23,6 +23,7 @@ from atomc.torch_compat.core import (
     Input,
     outside_of_tracing,
 )
+from atomc.torch_compat.cpp_kernels import remember_cpp_kernels
 from atomc.torch_compat.tracing import added_by_aot
 from atomc.trusted_folder import trusted_folder
 
@@ -221,6 +222,7 @@ def inductor_code(
         compiled = compile_fx(
             gm, examples, inner_compile=remembering, config_patches=_without_isa_check(patches)
         )
+    remember_cpp_kernels()
     if len(outputs) != 1:
         return compiled, f"Inductor compiled {len(outputs)} functions for one graph"
     out, code = outputs[0]
@@ -279,6 +281,7 @@ def from_code(code: InductorCode, returns_tuple: bool, patches: Patches) -> Grap
     with torch._inductor.config.patch(_without_isa_check(patches)):
         key, path = PyCodeCache.write(code.source)
         call = PyCodeCache.load_by_key_path(key, path, attrs=code.constants).call
+    remember_cpp_kernels()
     aligned: Any = align_inputs_from_check_idxs(call, code.checked, OrderedSet(code.written))
     return _unboxed(aligned, returns_tuple)
 
