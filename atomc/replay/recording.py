@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from atomc.torch_compat.core import GraphFunction, Input, Outputs
+from atomc.torch_compat.cpp_kernels import watched_cpp_kernels
 from atomc.torch_compat.launches import Launch, watched_launches
 
 
@@ -28,6 +29,22 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     results: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A tensor without strides, such as a weight in a layout of oneDNN, that ops only read."""
+
+    tensor: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+    def __repr__(self) -> str:
+        return f"Opaque({id(self.tensor)})"
 
 
 Event = Launch | Call
@@ -55,7 +72,8 @@ def record(
     most_bytes  of all tensors of the recording that are no inputs
     """
     recorder = _Recorder(Recording(inputs), most_bytes)
-    with recorder, watched_launches(recorder.launched):
+    seen = recorder.launched
+    with recorder, watched_launches(seen), watched_cpp_kernels(seen):
         outputs = call(*inputs)
     recorder.recording.outputs = outputs
     return outputs, recorder.reason or recorder.recording
@@ -71,9 +89,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording, self.most_bytes = recording, most_bytes
         self.reason: str | None = None
         self.storages = {_address(x) for x in recording.inputs if isinstance(x, Tensor)}
+        self.in_op = False  # whose kernels are launched again by calling the op
 
     def launched(self, launch: Launch) -> None:
-        self._append(launch, tree_leaves((launch.args, launch.kwargs)))
+        if not self.in_op:
+            self._append(launch, tree_leaves((launch.args, launch.kwargs)))
 
     def __torch_dispatch__(
         self,
@@ -88,7 +108,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_composite(function):
             with self:
                 return function.decompose(*args, **(kwargs or {}))
-        result = function(*args, **(kwargs or {}))
+        self.in_op = True
+        try:
+            result = function(*args, **(kwargs or {}))
+        finally:
+            self.in_op = False
         try:
             self._called(function, args, kwargs or {}, result)
         except Exception as bug:  # a graph must not fail because it is watched
@@ -98,6 +122,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _called(
         self, function: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
+        args, kwargs = tree_map(_marked, (args, kwargs))
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = result if isinstance(result, tuple | list) else [result]
         tensors = [*operands, *(x for x in tree_leaves(results) if isinstance(x, Tensor))]
@@ -126,6 +151,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
+
+
+def _marked(x: Any) -> Any:
+    return Opaque(x) if isinstance(x, Tensor) and x.is_mkldnn else x
 
 
 def _is_composite(function: OpOverload) -> bool:

@@ -35,6 +35,7 @@ from atomc.torch_compat.launches import current_stream, launches_are_hooked
 MOST_KINDS = 64
 # What recordings may keep from being freed; above it the device is slower than the host.
 MOST_BYTES = 4 * 2**30
+MOST_BYTES_ON_CPU = 2**28
 # Calls of a kind that are compared with the one before, until two are alike: the first ones of a
 # process measure and compile.
 MOST_ATTEMPTS = 4
@@ -73,20 +74,25 @@ class Repeated:
     strict: bool = True
     tapes: dict[Hashable, Tape | None] = field(default_factory=dict)
     attempts: dict[Hashable, _Attempt] = field(default_factory=dict)
-    # Set by the first call: numbers of the inputs that are no tensors, and of tensors whose layouts
-    # vary; and whether none of the calls can be repeated.
+    # Set by the first call: numbers of the inputs that are no tensors, of those of them that are
+    # prepared weights, and of tensors whose layouts vary; and whether none of the calls can be
+    # repeated.
     scalars: list[int] | None = None
+    prepared: list[int] = field(default_factory=list)
     varying: list[int] = field(default_factory=list)
     never: bool = False
+    weights: list[int] = field(default_factory=list)  # the identities of the prepared ones
 
     def __call__(self, *args: Input) -> Outputs:
         if self.scalars is None:
             self._inspect(args)
         if self.never or _is_watched():
             return self.call(*args)
+        if self.prepared:
+            self._forget_old_weights(args)
         # A default device is a mode that each call of a tensor's method would pass through.
         with without_torch_functions():
-            addresses = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in args]
+            addresses = self._addresses(args)
             kind = self._kind(args, addresses)
             if tape := self.tapes.get(kind):
                 return self._repeat(tape, args, addresses)
@@ -94,6 +100,7 @@ class Repeated:
 
     def _inspect(self, args: Sequence[Input]) -> None:
         self.scalars = [i for i, x in enumerate(args) if not isinstance(x, Tensor)]
+        self.prepared = [i for i, x in enumerate(args) if isinstance(x, tuple)]
         tensors = [x for x in args if isinstance(x, Tensor)]
         self.varying = [i for i, x in enumerate(args) if self.dynamic and type(x) is Tensor]
         devices = {x.device for x in tensors if x.dim()}
@@ -104,6 +111,20 @@ class Repeated:
             self._note(f"an input is a {min(kinds)}")
         elif self.never:
             self._note(f"inputs on {', '.join(sorted(map(str, devices)))}")
+
+    def _forget_old_weights(self, args: Sequence[Input]) -> None:
+        """Forget what reads weights that were prepared before a user wrote the parameters."""
+        weights = [id(args[i]) for i in self.prepared]
+        if weights != self.weights:
+            self.weights = weights
+            self.tapes.clear()
+            self.attempts.clear()
+            self.records.clear()
+
+    def _addresses(self, args: Sequence[Input]) -> Sequence[int]:
+        if self.scalars:
+            return [x.data_ptr() if isinstance(x, Tensor) else 0 for x in args]
+        return [*map(Tensor.data_ptr, args)]  # type: ignore[arg-type]
 
     def _repeat(self, tape: Tape, args: Sequence[Input], addresses: Sequence[int]) -> Outputs:
         # Recorded ops have the dtypes that autocast has chosen.
@@ -181,7 +202,7 @@ class Repeated:
             return direct if self._captured(self._repeating(direct, args)) == expected else plain
 
     def _repeating(self, tape: Tape, args: Sequence[Input]) -> Callable[[], object]:
-        addresses = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in args]
+        addresses = self._addresses(args)
         return lambda: self._repeat(tape, args, addresses)
 
     def _captured(self, call: Callable[[], object]) -> Counter[Node]:
@@ -203,7 +224,7 @@ class Repeated:
     def _most_bytes(self) -> int:
         """How much memory recordings may keep from being freed."""
         if self.device.type != "cuda":
-            return MOST_BYTES
+            return MOST_BYTES_ON_CPU
         free, _ = torch.cuda.mem_get_info(self.device)
         return min(MOST_BYTES, free // 4)
 

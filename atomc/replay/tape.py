@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
+from atomc.replay.arenas import Arenas, View
 from atomc.replay.bound import Bound, Chosen, Libraries, Slot
 from atomc.replay.memory import (
     ALIGNMENT,
@@ -20,9 +22,9 @@ from atomc.replay.memory import (
     Temporary,
     arrange,
 )
-from atomc.replay.recording import Call, Event, Recording, Unrepeatable
+from atomc.replay.recording import Call, Event, Opaque, Recording, Unrepeatable
 from atomc.replay.shared_calls import share_calls
-from atomc.torch_compat.core import Input, Outputs
+from atomc.torch_compat.core import Input, Outputs, strided
 from atomc.torch_compat.cuda_driver import Kernel
 from atomc.torch_compat.launches import STREAM, Launch
 
@@ -101,7 +103,8 @@ class _Writer:
     """Writes the lines of a tape, once all places are found.
 
     Temporaries lie in one allocation, the arena, but those that an op returns and the outputs,
-    which have names.
+    which have names. On the CPU, where a call has done all when it returns, arenas and the tensors
+    in them stay for later calls.
     """
 
     def __init__(
@@ -128,6 +131,10 @@ class _Writer:
         if len(devices) > 1:
             raise Unrepeatable("its temporaries are on several devices")
         self.device = next(iter(devices), None)
+        self.views: dict[View, str] | None = None  # those in arenas that stay
+        on_cpu = self.device is not None and self.device.type == "cpu"
+        if on_cpu and not any(isinstance(x, Launch) and x.addresses for x in recording.events):
+            self.views = {}
 
     def has_fixed_bias(self, one: Kernel | Chosen) -> bool:
         """Whether cuBLASLt gets the address of a bias before the call."""
@@ -156,7 +163,9 @@ class _Writer:
             if number not in left_out:
                 lines += self.event(event, twin, number)
             lines += [f"del {name}" for one, name in self.names.items() if one.last == number]
-        lines += [f"return {self.value(outputs, outputs, tensors=True)}"]
+        lines += [f"outputs = {self.value(outputs, outputs, tensors=True)}"]
+        lines += ["arenas.give(arena)"] if self.views else []
+        lines += ["return outputs"]
         lines = [*self.arena(), *lines]
         if num_direct := self.bound.finish():
             lines = ["enter_thread()", "begin(addresses, stream)", *lines]
@@ -164,7 +173,7 @@ class _Writer:
         if num_direct:
             lines = ["with lock:", *("    " + line for line in lines)]
         source = "\n    ".join(["def tape(inputs, addresses, stream):", *lines])
-        names: dict[str, Any] = {"view": _view, **self.constants}
+        names: dict[str, Any] = {"view": _view, "strided": strided, **self.constants}
         names |= {name: getattr(torch, name) for name in ("empty", "empty_strided", "uint8")}
         exec(compile(source, "<atomc replay>", "exec"), names)
         launched = [event for n, (event, _) in enumerate(events) if n not in left_out]
@@ -176,7 +185,10 @@ class _Writer:
         return not line.startswith("at_") or line.split("(")[0] in self.constants
 
     def arena(self) -> Iterator[str]:
-        if self.device is not None:
+        if self.views:
+            self.constants["arenas"] = Arenas(self.arena_bytes, list(self.views))
+            yield f"arena = {', '.join(self.views.values())}, = arenas.take()"
+        elif self.device is not None:
             device = self.constant(self.device)
             size = -(-self.arena_bytes // ALIGNMENT) * ALIGNMENT  # a multiple of that of each dtype
             yield f"arena = empty({size}, dtype=uint8, device={device})"
@@ -195,7 +207,7 @@ class _Writer:
         if direct := self.direct_line(event, number):
             yield direct
             return
-        function = self.constant(event.function)
+        function = self.constant(_function(event))
         if isinstance(event, Launch) and isinstance(twin, Launch):
             tensors = not event.addresses
             head = self.values(event.head, twin.head, tensors)
@@ -252,6 +264,8 @@ class _Writer:
             return f"{self.constant(type(x))}({', '.join(self.values(x, twin, tensors))})"
         if x is STREAM:
             return "stream"
+        if isinstance(x, Opaque) and x == twin:
+            return self.constant(x.tensor)
         if type(x) is not type(twin) or not (x == twin or x != x):
             raise Unrepeatable(f"a kernel gets another number in each call: {x}, then {twin}")
         return self.constant(x)
@@ -293,22 +307,31 @@ class _Writer:
         if isinstance(place, InInput):
             base, memory = f"inputs[{place.number}]", self.inputs[place.number]
         elif place.temporary in self.offsets:
-            arena = self.arenas.setdefault(x.dtype, f"arena{len(self.arenas)}")
             offset = self.offsets[place.temporary] + place.offset
-            return f"{arena}.as_strided({layout}, {offset // x.element_size()})"
+            if self.views is not None:
+                view = View(x.dtype, tuple(x.shape), x.stride(), offset)
+                return self.views.setdefault(view, f"v{len(self.views)}")
+            arena = self.arenas.setdefault(x.dtype, f"arena{len(self.arenas)}")
+            return f"strided({arena}, {layout}, {offset // x.element_size()})"
         else:
             base, memory = self.names[place.temporary], place.temporary.example
         if isinstance(memory, Tensor) and memory.dtype == x.dtype:
-            if not place.offset:
-                return base if _layout(x) == _layout(memory) else f"{base}.as_strided({layout})"
-            if isinstance(place, InTemporary):
-                return f"{base}.as_strided({layout}, {place.offset // x.element_size()})"
+            if not place.offset and _layout(x) == _layout(memory):
+                return base
+            return f"strided({base}, {layout}, {place.offset // x.element_size()})"
         return f"view({base}, {place.offset}, {self.constant(x.dtype)}, {layout})"
 
     def allocation(self, one: Temporary) -> str:
         x, device = one.example, self.constant(one.device)
         dtype = self.constant(x.dtype)
         return f"empty_strided({tuple(x.shape)}, {x.stride()}, dtype={dtype}, device={device})"
+
+
+def _function(event: Event) -> Callable[..., object]:
+    """What an event calls; not OpOverload.__call__, whose Python takes longer than many an op."""
+    if isinstance(event, Call) and type(event.function) is OpOverload:
+        return event.function._op
+    return event.function
 
 
 def _tensors(items: Any, twins: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -331,9 +354,6 @@ def _view(
     base: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
     """A view of the memory of `base`. offset: in bytes from its first element."""
-    if base.dtype == dtype:
-        start = base.storage_offset() + offset // dtype.itemsize
-        return base.as_strided(shape, stride, start)
     start = base.storage_offset() * base.element_size() + offset
     x = torch.empty(0, dtype=dtype, device=base.device)
     return x.set_(base.untyped_storage(), start // dtype.itemsize, shape, stride)

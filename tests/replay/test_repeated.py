@@ -407,7 +407,7 @@ def test_a_default_device_changes_nothing():
 
 
 def test_recordings_hold_no_more_memory_than_allowed(monkeypatch):
-    monkeypatch.setattr(repeated, "MOST_BYTES", 4000)
+    monkeypatch.setattr(repeated, "MOST_BYTES_ON_CPU", 4000)
     graph, function = repeats(lambda x: (x + 1) * 2, dynamic=True)
     small = [torch.randn(200 + rows) for rows in range(4)]  # two recordings exceed the limit
     for x in small * 4:
