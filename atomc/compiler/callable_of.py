@@ -54,11 +54,10 @@ def callable_of(
     with floats_stay_inputs(fake_mode_of(gm.graph)):
         built = build(gm, context, report, floats)
     compiled = built.compiled
-    device = compiled.ranges.device
-    if device is not None and repeats_calls(options, platform, report):
+    if repeats_calls(options, platform, report, compiled.syncing):
         repeated = Repeated(
             compiled.call,
-            torch.device(device),
+            torch.device(compiled.ranges.device or "cpu"),
             _is_dynamic(example_inputs),
             report.notes,
             report.repeated,
@@ -76,14 +75,19 @@ def callable_of(
     return compute_on_host(gm, example_inputs, function)
 
 
-def repeats_calls(options: Options, platform: Platform, report: Report) -> bool:
-    """Whether later calls repeat what the first ones launched: on an NVIDIA GPU, if all launches
-    are seen and nothing else watches the calls.
+def repeats_calls(
+    options: Options, platform: Platform, report: Report, syncing: Sequence[str]
+) -> bool:
+    """Whether later calls repeat what the first ones launched: on an NVIDIA GPU and on a CPU, if
+    all launches are seen and nothing else watches the calls.
+
+    syncing  kernels for which the host reads tensors; on a CPU no recording shows that
     """
     providers = {kernel.chosen for kernel in report.kernels} - {INLINE}
     settings = (options.audit, options.record, options.inductor.get("cpp_wrapper"))
-    wanted = options.repeat and platform.is_cuda and not any(settings)
-    return wanted and providers <= set(kernels.VISIBLE)
+    wanted = options.repeat and not any(settings)
+    seen = platform.is_cuda or (platform.is_cpu and not syncing)
+    return wanted and seen and providers <= set(kernels.VISIBLE)
 
 
 def _is_dynamic(example_inputs: Sequence[Input]) -> bool:

@@ -14,7 +14,7 @@ PROVIDERS = ("aiter", "triton", "cuda", "zentorch", "onednn", "fla", "torch")
 INVARIANT = "invariant"  # only where Options(batch_invariant=True) asks for it
 
 # Those whose every launch is one of Triton, of Inductor or of an op of PyTorch.
-VISIBLE = ("triton", "cuda", "torch", INVARIANT)
+VISIBLE = ("triton", "cuda", "zentorch", "onednn", "torch", INVARIANT)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction as without_torch_functions
+from torch._C._dynamo.guards import _reinterpret_tensor as strided
 from torch._C._autograd import _profiler_enabled as profiler_is_on
 from torch._C._dynamo.guards import _reinterpret_tensor as strided  # type: ignore[attr-defined]
 from torch._guards import tracing
@@ -29,6 +30,7 @@ __all__ = [
     "FakeTensorMode",
     "WeakTensor",
     "profiler_is_on",
+    "strided",
     "without_torch_functions",
 ]
 

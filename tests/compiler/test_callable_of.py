@@ -25,9 +25,16 @@ def report(*providers: str) -> Report:
         ("h200", ["triton"], {"audit": True}, False),
         ("h200", ["triton"], {"inductor": {"cpp_wrapper": True}}, False),
         ("gfx950", ["triton", "torch"], {}, False),
-        ("cpu-zen4", ["onednn"], {}, False),
+        ("cpu-zen4", ["onednn", "zentorch", "torch"], {}, True),
+        ("cpu-zen4", ["onednn", "fla"], {}, False),
     ],
 )
 def test_only_graphs_whose_launches_are_all_seen(platform, providers, options, expected):
     platform = Platform.named(platform)
-    assert repeats_calls(Options(**options), platform, report(*providers)) is expected
+    assert repeats_calls(Options(**options), platform, report(*providers), []) is expected
+
+
+def test_on_a_cpu_no_recording_shows_what_the_host_reads():
+    for platform, expected in (("h200", True), ("cpu-zen4", False)):
+        arguments = Options(), Platform.named(platform), report("torch"), ["moe_experts"]
+        assert repeats_calls(*arguments) is expected
