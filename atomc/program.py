@@ -28,10 +28,12 @@ from atomc.ops.inputs import (
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
+from atomc.replay.repeatable import repeats_steps
+from atomc.replay.repeated import Repeated
 from atomc.report import contract
 from atomc.report.page_file import publish
 from atomc.report.report import Report, keep
-from atomc.torch_compat.core import Input
+from atomc.torch_compat.core import GraphFunction, Input
 from atomc.weights.freed import with_freed_parameters
 from atomc.weights.inputs import WeightInputs, bytes_of
 from atomc.weights.lora import LoraLayers
@@ -58,12 +60,14 @@ class Program:
     syncing kernels that cannot be captured in a CUDA graph
     takes   the inputs of the model
     key     the cache key of the graph of a traced model; None if the cache was not used
+    may_repeat  steps may be repeated without their Python, see `outputs`
     prepared_bytes  size of the weights that kernels prepare
     replaced_bytes  size of those of them whose original is freed: the runtime owns it, and no
                     kernel reads it
     """
 
     takes = TEXT
+    may_repeat: bool = False
     prepared_bytes: int = 0
     replaced_bytes: int = 0
 
@@ -84,6 +88,7 @@ class Program:
         self.device = device = next(model.parameters()).device
         self.syncing = tuple(dict.fromkeys(compiled.syncing))
         self._call = compiled.call
+        self._repeated: Repeated | None = None
         number = {name: i for i, name in enumerate(compiled.inputs)}
         self._inputs = list(inputs)
         self._addresses = (
@@ -138,6 +143,7 @@ class Program:
                 f"bind: got the state of {len(states)} layers, the program has "
                 f"{len(self.specs)} with state"
             )
+        self._forget_steps()
         for layer, (spec, tensors) in enumerate(zip(self.specs, states, strict=True)):
             spec.check(tensors)
             for role in spec.roles:
@@ -148,6 +154,7 @@ class Program:
 
     def unbind(self) -> None:
         """Hold no tensors of state; `bind` gives it others."""
+        self._forget_steps()
         for state_input, i in self._state_inputs.items():
             if not state_input.is_scale:
                 self._arguments[i] = None
@@ -157,8 +164,12 @@ class Program:
         """Logits [R, V] of the rows step.logits_rows. Raises RunError before `bind`."""
         return self.outputs(step)[0]
 
-    def outputs(self, step: Step) -> Sequence[Tensor]:
-        """All that the model returns: logits first. Raises RunError before `bind`."""
+    def outputs(self, step: Step, *, repeat: bool = False) -> Sequence[Tensor]:
+        """All that the model returns: logits first. Raises RunError before `bind`.
+
+        repeat  if the program `repeats`, launch what earlier steps of the same sizes launched. Not
+                for steps that are captured
+        """
         if not self._bound:
             raise RunError("the program has state but no tensors for it: call bind() first")
         arguments = list(self._arguments)
@@ -168,9 +179,31 @@ class Program:
             planned = plan(step, self.specs)
             for i in numbers:
                 arguments[i] = planned
-        out = self._call(*arguments)
+        call: GraphFunction = self._repeating() if repeat and self.repeats else self._call
+        out = call(*arguments)
         results = out if isinstance(out, list | tuple) else [out]
         return [x for x in results if isinstance(x, Tensor)]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether steps that come again are repeated: not if those that did could not be."""
+        if self._repeated is None:
+            return self.may_repeat
+        tapes = self._repeated.tapes.values()
+        return not self._repeated.never and (not tapes or any(tapes))
+
+    def _repeating(self) -> Repeated:
+        """What repeats steps with the tensors of state that the program has now."""
+        if self._repeated is None:
+            report = self.report
+            self._repeated = Repeated(
+                self._call, self.device, True, report.notes, report.repeated, strict=False
+            )
+        return self._repeated
+
+    def _forget_steps(self) -> None:
+        self._repeated = None
+        self.report.repeated.clear()
 
     def expert_load(self) -> dict[str, list[int]]:
         """How many tokens each expert got, by the path of the layer's experts; waits for the
@@ -182,6 +215,11 @@ class Program:
         return {
             path: list(islice(copied, len(counts))) for path, counts in self._expert_counts.items()
         }
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether kernels get tensors that are made for each step."""
+        return bool(self._plans)
 
     @property
     def counts_experts(self) -> bool:
@@ -268,6 +306,7 @@ def compile_model(
     # An audit and a recording also run the graph before the passes, which reads originals.
     frees = owned and not (parsed.audit or parsed.record)
     device = next(model.parameters()).device
+    platform = platform or Platform.detect("cpu" if device.type == "meta" else device.type)
 
     def trace(platform: Platform) -> CompiledModel:
         from atomc.compiler.trace_model import trace_model  # and with it Dynamo
@@ -288,6 +327,9 @@ def compile_model(
         program = Program(model, loaded, extra_weights, None if owned else weights.refresh)
     program.prepared_bytes = weights.prepared_bytes(inputs)
     program.replaced_bytes, program.takes = freed, takes
+    program.may_repeat = not program.has_plans and repeats_steps(
+        parsed, platform, report, program.syncing
+    )
     report.notes += _notes_of(model)
     publish(report, parsed)
     return program

@@ -7,7 +7,6 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import GraphModule
 
-from atomc import kernels
 from atomc.cache.compiled import append_weights, weight_inputs
 from atomc.capture.floats import inline_floats
 from atomc.capture.inline_regions import regions_of
@@ -15,10 +14,10 @@ from atomc.capture.subclasses import subclass_reason
 from atomc.capture.variable_floats import constant_floats
 from atomc.compiler.driver import build
 from atomc.compiler.host_integers import compute_on_host
-from atomc.compiler.select import INLINE
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.replay.cudagraphs import Graphed
+from atomc.replay.repeatable import repeats_calls
 from atomc.replay.repeated import Repeated
 from atomc.report import contract
 from atomc.report.report import Report
@@ -73,21 +72,6 @@ def callable_of(
             function, built.written, report.notes, report.cuda_graphs, settle=weights.refresh_packed
         )
     return compute_on_host(gm, example_inputs, function)
-
-
-def repeats_calls(
-    options: Options, platform: Platform, report: Report, syncing: Sequence[str]
-) -> bool:
-    """Whether later calls repeat what the first ones launched: on an NVIDIA GPU and on a CPU, if
-    all launches are seen and nothing else watches the calls.
-
-    syncing  kernels for which the host reads tensors; on a CPU no recording shows that
-    """
-    providers = {kernel.chosen for kernel in report.kernels} - {INLINE}
-    settings = (options.audit, options.record, options.inductor.get("cpp_wrapper"))
-    wanted = options.repeat and not any(settings)
-    seen = platform.is_cuda or (platform.is_cpu and not syncing)
-    return wanted and seen and providers <= set(kernels.VISIBLE)
 
 
 def _is_dynamic(example_inputs: Sequence[Input]) -> bool:

@@ -26,10 +26,9 @@ from atomc.ops.op_traits import Kind
 from atomc.ops.state import LAYOUTS
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report.records import KernelChoice
+from atomc.report.records import INLINE, KernelChoice
 from atomc.token_range import ALL_TOKENS, Tokens
 
-INLINE = "inline"
 Arguments = Mapping[str, Argument]
 
 

@@ -74,6 +74,9 @@ def another_kernel(provider: str) -> str:
     return f"another {provider} kernel"
 
 
+INLINE = "inline"  # the kernel of an op whose reference is compiled with the ops around it
+
+
 @dataclass(frozen=True)
 class KernelChoice:
     """The kernel selected for one op and a range of token counts.

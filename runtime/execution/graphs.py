@@ -57,6 +57,25 @@ def step_shapes(
     return [*decode[::-1], *drafted[::-1], *others[::-1]]
 
 
+def smallest_shape(
+    shapes: Sequence[StepShape], rows: int, sequences: int, wanted: int, longest: int
+) -> StepShape | None:
+    """The first of these shapes, in ascending order, for such a step, or None. longest: maximum
+    rows of one sequence.
+    """
+    return next(
+        (
+            shape
+            for shape in shapes
+            if shape.rows >= rows
+            and shape.sequences >= sequences
+            and shape.wanted >= wanted
+            and (shape.rows % shape.sequences or longest <= shape.rows // shape.sequences)
+        ),
+        None,
+    )
+
+
 def launched_shapes(
     max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0, *, rewinds: bool = False
 ) -> list[StepShape]:
@@ -147,20 +166,8 @@ class StepGraphs:
         self._shapes = sorted(self.captured)
 
     def shape_for(self, rows: int, sequences: int, wanted: int, longest: int) -> StepShape | None:
-        """The smallest captured shape for such a step, or None. longest: maximum rows of one
-        sequence.
-        """
-        return next(
-            (
-                shape
-                for shape in self._shapes
-                if shape.rows >= rows
-                and shape.sequences >= sequences
-                and shape.wanted >= wanted
-                and (shape.rows % shape.sequences or longest <= shape.rows // shape.sequences)
-            ),
-            None,
-        )
+        """The smallest captured shape for such a step, or None."""
+        return smallest_shape(self._shapes, rows, sequences, wanted, longest)
 
     def __call__(self, shape: StepShape) -> Tensor:
         """Logits [R, V] of the step in the static input tensors; the next call overwrites them."""

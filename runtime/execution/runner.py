@@ -11,7 +11,7 @@ from atomc.ops.state import groups_of
 from atomc.program import Program
 from atomc.replay.cudagraphs import Pool, why_syncing
 from atomc.runtime.execution.draft import DraftRunner
-from atomc.runtime.execution.graphs import StepGraphs
+from atomc.runtime.execution.graphs import StepGraphs, smallest_shape
 from atomc.runtime.execution.input_batch import InputBatch, StepShape
 from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.sequence_states import SequenceStates
@@ -35,6 +35,8 @@ class Runner:
     variants  by name, that of text last
     draft     proposes tokens after each step, for which the programs also return the hidden states
               that it reads
+    shapes    of steps, in ascending order, to which those without a graph are padded if a program
+              repeats them
     steps     number of steps by kind: "full graph", or "eager: " with the reason; then the label of
               their variant
     rows, padding   rows of steps that ran as a graph, and padding rows added to them
@@ -77,6 +79,7 @@ class Runner:
             self.draft = DraftRunner(programs.draft, self.input_batch, counts, rows.slots)
         self.allocate()
         self.pool: Pool | None = None  # of all graphs
+        self.shapes: Sequence[StepShape] = ()
         self._shape = StepShape(0, 0, 0, 0)  # of the step that ran last
         self._kind = "text"  # its variant
         self.why_eager = "on a CPU" if self.program.device.type != "cuda" else "not captured"
@@ -236,14 +239,20 @@ class Runner:
         return self._eager(variant.program, step, num_rows)
 
     def _replay(self, graphs: StepGraphs, step: ScheduledStep, shape: StepShape) -> Tensor:
+        self.rows += step.num_tokens
+        self.padding += shape.rows - step.num_tokens
+        return self._padded(step, shape, graphs)
+
+    def _padded(
+        self, step: ScheduledStep, shape: StepShape, run: Callable[[StepShape], Tensor]
+    ) -> Tensor:
+        """The results of a step that runs with this shape, without those of padding."""
         rows = step.num_tokens
         self._shape = self.input_batch.write(step, shape)
-        self.rows += rows
-        self.padding += shape.rows - rows
         if self._kind == "images":
             # Those of an earlier step.
             self.input_batch.row_inputs["embeddings"][rows : shape.rows].zero_()
-        results = graphs(shape)
+        results = run(shape)
         if not self.pipeline.stage.is_last:
             return results[:rows]
         return results[: sum(chunk.num_output_rows for chunk in step.chunks)]
@@ -277,14 +286,19 @@ class Runner:
         return self._staged(step, lambda part: self._eager(program, part, num_rows=0))
 
     def _eager(self, program: Program, step: ScheduledStep, num_rows: int) -> Tensor:
-        num_rows = max(num_rows, step.padded_size.rows)
+        rows, sequences, wanted, longest, _ = step.padded_size
+        num_rows = max(num_rows, rows)
+        if program.repeats:
+            shape = smallest_shape(self.shapes, num_rows, sequences, wanted, longest)
+            if shape is not None:
+                return self._padded(step, shape, partial(self._run, program, repeat=True))
         self._shape = self.input_batch.write(step, num_rows=num_rows)
         return self._run(program, self._shape)
 
-    def _run(self, program: Program, shape: StepShape) -> Tensor:
+    def _run(self, program: Program, shape: StepShape, *, repeat: bool = False) -> Tensor:
         # A user's module may have parameters that require gradients.
         with torch.no_grad():
-            first, *hidden = program.outputs(self.input_batch.step(shape))
+            first, *hidden = program.outputs(self.input_batch.step(shape), repeat=repeat)
         if self.draft is not None and hidden:
             self.draft.keep(hidden)
         return first

@@ -297,24 +297,29 @@ class Worker:
             if self.programs.lora is not None:
                 self.runner.empty_step(StepShape(1, 1, 1, 1))
             self._compiler.self_check(self.runner)
+            self.runner.shapes = sorted(self._shapes())
             if not self.config.enforce_eager:
                 self._capture()
 
-    def _capture(self) -> None:
-        """Capture CUDA graphs, within GRAPH_SHARE of the memory."""
-        device, input_batch = self.program.device, self.runner.input_batch
-        shapes = step_shapes(
+    def _shapes(self) -> list[StepShape]:
+        """The shapes to which steps are padded, in the order in which to capture them."""
+        input_batch = self.runner.input_batch
+        return step_shapes(
             self.limits.max_num_seqs,
             input_batch.rows,
             input_batch.columns,
             self.config.speculative_tokens,
             rewinds=self.limits.state_rows is not None,
         )
+
+    def _capture(self) -> None:
+        """Capture CUDA graphs, within GRAPH_SHARE of the memory."""
+        device = self.program.device
         budget = (
             int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
         )
         self.runner.capture(
-            shapes,
+            self._shapes(),
             budget=budget,
             agree=lambda left: minimum([left], self.num_ranks, device)[0],
             kernels_loaded=self._kernels.kernels_loaded,
