@@ -63,8 +63,8 @@ class Options:
     expect     {rewrite: number of sites}, a number or a formula such as "2*layers" or ">= layers"
     expect_mode  "error": raise ContractError if `expect` is not met; "warn": log it
     mode       the mode of torch.compile(mode=...)
-    repeat     on an NVIDIA GPU: launch what earlier calls of the same kind launched, without the
-               Python that led to it
+    repeat     on an NVIDIA GPU and on a CPU: launch what earlier calls of the same kind launched,
+               without the Python that led to it
     """
 
     strict: bool = False

@@ -195,9 +195,15 @@ class Program:
     def _repeating(self) -> Repeated:
         """What repeats steps with the tensors of state that the program has now."""
         if self._repeated is None:
-            report = self.report
+            report, varying = self.report, {i for i, _ in self._step_inputs}
             self._repeated = Repeated(
-                self._call, self.device, True, report.notes, report.repeated, strict=False
+                self._call,
+                self.device,
+                True,
+                report.notes,
+                report.repeated,
+                strict=False,
+                fixed=set(range(len(self._arguments))) - varying,
             )
         return self._repeated
 

@@ -7,7 +7,7 @@ their own, and nothing else: no shapes, no checks, no choice of tiles.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -64,6 +64,7 @@ class Repeated:
     notes    gets why a kind is not repeated
     records  gets what each kind launches
     strict   raise bugs of atomc instead of noting them
+    fixed    numbers of inputs whose layouts do not vary, besides parameters
     """
 
     call: GraphFunction
@@ -72,6 +73,7 @@ class Repeated:
     notes: list[str]
     records: list[RepeatedCall] = field(default_factory=list)
     strict: bool = True
+    fixed: Container[int] = ()
     tapes: dict[Hashable, Tape | None] = field(default_factory=dict)
     attempts: dict[Hashable, _Attempt] = field(default_factory=dict)
     # Set by the first call: numbers of the inputs that are no tensors, of those of them that are
@@ -102,7 +104,11 @@ class Repeated:
         self.scalars = [i for i, x in enumerate(args) if not isinstance(x, Tensor)]
         self.prepared = [i for i, x in enumerate(args) if isinstance(x, tuple)]
         tensors = [x for x in args if isinstance(x, Tensor)]
-        self.varying = [i for i, x in enumerate(args) if self.dynamic and type(x) is Tensor]
+        self.varying = [
+            i
+            for i, x in enumerate(args)
+            if self.dynamic and type(x) is Tensor and i not in self.fixed
+        ]
         devices = {x.device for x in tensors if x.dim()}
         kinds = {type(x).__name__ for x in tensors} - {"Tensor", "Parameter", "Buffer"}
         kinds |= {str(x.layout) for x in tensors} - {"torch.strided"}

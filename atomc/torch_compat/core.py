@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction as without_torch_functions
-from torch._C._dynamo.guards import _reinterpret_tensor as strided
 from torch._C._autograd import _profiler_enabled as profiler_is_on
 from torch._C._dynamo.guards import _reinterpret_tensor as strided  # type: ignore[attr-defined]
 from torch._guards import tracing
