@@ -319,8 +319,12 @@ runtime/text/chat_prompts.py | runtime/images/test_image_prompts.py | ChatPrompt
 runtime/torch_modes.py | runtime/test_rollouts.py -k 'change_no_request or inside_and_outside'
 runtime/turns.py | runtime/test_turns.py
 atomc/compiler/host_integers.py | compiler/test_host_integers.py | _integers _only_integers_read _symbols_of_layout compute_on_host
+atomc/program.py | runtime/execution/test_repeated_steps.py | Program._forget_steps Program.repeats
+atomc/replay/arenas.py | replay/test_repeated_cpu.py -k 'arena' | Arenas.give Arenas.take
 atomc/replay/memory.py | replay/test_repeated.py | Memory.find Memory.place Memory.replace _in_input arrange
 atomc/replay/recording.py | replay/test_repeated.py | _Recorder.__torch_dispatch__ _Recorder._append _computes_nothing _is_read_by_host
+atomc/replay/repeatable.py | replay/test_repeatable.py | repeats_calls repeats_steps
 atomc/replay/repeated.py | replay/test_repeated.py | Repeated._attempt Repeated._inspect Repeated._kind Repeated._recorded
 atomc/replay/shared_calls.py | replay/test_repeated.py | _is_output _is_repeatable _writes _written share_calls
+atomc/torch_compat/cpp_kernels.py | replay/test_repeated_cpu.py | remember_cpp_kernels watched_cpp_kernels
 """
