@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 # Larger ones are freed after each call: its kernels take longer than an allocation.
-KEPT_BYTES = 2**24
+KEPT_BYTES = 2**22
 
 
 class View(NamedTuple):
