@@ -101,22 +101,26 @@ class Repeated:
         return self.call(*args) if kind in self.tapes else self._recorded(kind, args)
 
     def _inspect(self, args: Sequence[Input]) -> None:
-        self.scalars = [i for i, x in enumerate(args) if not isinstance(x, Tensor)]
-        self.prepared = [i for i, x in enumerate(args) if isinstance(x, tuple)]
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        self.varying = [
-            i
-            for i, x in enumerate(args)
-            if self.dynamic and type(x) is Tensor and i not in self.fixed
-        ]
-        devices = {x.device for x in tensors if x.dim()}
+        tensors = {i: x for i, x in enumerate(args) if isinstance(x, Tensor)}
+        self.scalars = [i for i in range(len(args)) if i not in tensors]
+        self.prepared = [i for i in self.scalars if isinstance(args[i], tuple)]
+        if self.dynamic:
+            self.varying = [i for i, x in tensors.items() if type(x) is Tensor]
+            self.varying = [i for i in self.varying if i not in self.fixed]
+        if reason := self._refused([*tensors.values()]):
+            self.never = True
+            self._note(reason)
+
+    def _refused(self, tensors: Sequence[Tensor]) -> str | None:
+        """Why calls with inputs like these cannot be repeated."""
         kinds = {type(x).__name__ for x in tensors} - {"Tensor", "Parameter", "Buffer"}
         kinds |= {str(x.layout) for x in tensors} - {"torch.strided"}
-        self.never = bool(kinds) or not devices <= {self.device}
+        devices = {x.device for x in tensors if x.dim()}
         if kinds:
-            self._note(f"an input is a {min(kinds)}")
-        elif self.never:
-            self._note(f"inputs on {', '.join(sorted(map(str, devices)))}")
+            return f"an input is a {min(kinds)}"
+        if not devices <= {self.device}:
+            return f"inputs on {', '.join(sorted(map(str, devices)))}"
+        return None
 
     def _forget_old_weights(self, args: Sequence[Input]) -> None:
         """Forget what reads weights that were prepared before a user wrote the parameters."""

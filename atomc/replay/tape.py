@@ -264,8 +264,6 @@ class _Writer:
             return f"{self.constant(type(x))}({', '.join(self.values(x, twin, tensors))})"
         if x is STREAM:
             return "stream"
-        if isinstance(x, Opaque) and x == twin:
-            return self.constant(x.tensor)
         if type(x) is not type(twin) or not (x == twin or x != x):
             raise Unrepeatable(f"a kernel gets another number in each call: {x}, then {twin}")
         return self.constant(x)
@@ -274,7 +272,7 @@ class _Writer:
         if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):
             return repr(x)
         name = f"c{len(self.constants)}"
-        self.constants[name] = x
+        self.constants[name] = x.tensor if isinstance(x, Opaque) else x
         return name
 
     def address(self, x: Tensor) -> str:

@@ -324,7 +324,7 @@ atomc/replay/arenas.py | replay/test_repeated_cpu.py -k 'arena' | Arenas.give Ar
 atomc/replay/memory.py | replay/test_repeated.py | Memory.find Memory.place Memory.replace _in_input arrange
 atomc/replay/recording.py | replay/test_repeated.py | _Recorder.__torch_dispatch__ _Recorder._append _computes_nothing _is_read_by_host
 atomc/replay/repeatable.py | replay/test_repeatable.py | repeats_calls repeats_steps
-atomc/replay/repeated.py | replay/test_repeated.py | Repeated._attempt Repeated._inspect Repeated._kind Repeated._recorded
+atomc/replay/repeated.py | replay/test_repeated.py | Repeated._attempt Repeated._inspect Repeated._kind Repeated._recorded Repeated._refused
 atomc/replay/shared_calls.py | replay/test_repeated.py | _is_output _is_repeatable _writes _written share_calls
 atomc/torch_compat/cpp_kernels.py | replay/test_repeated_cpu.py | remember_cpp_kernels watched_cpp_kernels
 """
