@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal, same_shape, spell_shape
+from atomc.ops.by_name import call_by_name
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -27,7 +28,8 @@ def first_refusal(*checks: Refuses, **constants: object) -> Refuses:
     """
 
     def refuse_call(platform: Platform, **arguments: object) -> Refusal | None:
-        refusals = (check(**{"platform": platform, **arguments, **constants}) for check in checks)
+        everything = {"platform": platform, **arguments, **constants}
+        refusals = (call_by_name(check, **everything) for check in checks)
         return next(filter(None, refusals), None)
 
     return refuse_call

@@ -12,10 +12,7 @@ from atomc.ops.schemes import SchemeArguments, quantized
 
 
 def _silu_and_mul_quant_shape(
-    gate: Tensor,
-    up: Tensor,
-    scale: Tensor | None = None,
-    **scheme: Unpack[SchemeArguments],
+    gate: Tensor, up: Tensor, scale: Tensor | None, **scheme: Unpack[SchemeArguments]
 ) -> tuple[Tensor, Tensor]:
     y = gate.new_empty(gate.shape, dtype=torch.result_type(gate, up))
     return quantized(y, scale, shape_only=True, **scheme)
@@ -26,16 +23,9 @@ def silu_and_mul_quant(
     gate: Tensor,
     up: Tensor,
     scale: Tensor | None = None,
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
+    **scheme: Unpack[SchemeArguments],
 ) -> tuple[Tensor, Tensor]:
     """The codes and scales of silu_and_mul(gate, up), which is rounded to its dtype before it is
     quantized. Both [..., I]; scale [1] fp32 for fp8_static, else None. Results: atomc.ops.schemes.
     """
-    return quantized(
-        silu_and_mul.reference(gate, up), scale, scheme, dtype, group, column_major, rounding
-    )
+    return quantized(silu_and_mul.reference(gate, up), scale, **scheme)

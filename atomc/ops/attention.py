@@ -183,7 +183,7 @@ def loaded_values(cached: Tensor, scale: Tensor | None, dtype: torch.dtype) -> T
     rows=None,
     cost=state_write,
     mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
-    shape=written_token,
+    shape=lambda k: written_token(k),
 )
 def kv_write(
     k: Tensor,
@@ -253,7 +253,12 @@ def _paged_attention_cost(call: OpCall) -> Work:
     return moved, 2 * tokens * seen * q.shape[1] * (q.shape[2] + v_cache.shape[3])
 
 
-@op(kind=Kind.ATTENTION, rows=None, cost=_paged_attention_cost, shape=heads_of_values)
+@op(
+    kind=Kind.ATTENTION,
+    rows=None,
+    cost=_paged_attention_cost,
+    shape=lambda q, v_cache: heads_of_values(q, v_cache),
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

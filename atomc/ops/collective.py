@@ -24,11 +24,12 @@ def all_reduce(x: Tensor, process_group: str) -> Tensor:
     return waited
 
 
-def _all_gather_shape(x: Tensor, ranks: int, process_group: str) -> Tensor:
-    return x.new_empty((*x.shape[:-1], ranks * x.shape[-1]))
-
-
-@op(kind=Kind.COLLECTIVE, rows=None, shape=_all_gather_shape, sent=gather_of_x)
+@op(
+    kind=Kind.COLLECTIVE,
+    rows=None,
+    shape=lambda x, ranks: x.new_empty((*x.shape[:-1], ranks * x.shape[-1])),
+    sent=gather_of_x,
+)
 def all_gather(x: Tensor, ranks: int, process_group: str) -> Tensor:
     """The x of all processes side by side, in the order of their ranks. x [..., D] -> [...,
     ranks * D]; `ranks` is the number of processes of the group.
@@ -40,9 +41,7 @@ def all_gather(x: Tensor, ranks: int, process_group: str) -> Tensor:
     return torch.cat(waited.view(ranks, *x.shape).unbind(0), -1)
 
 
-def _allreduce_rms_norm_shape(
-    x: Tensor, weight: Tensor, eps: float, process_group: str, style: str = "after"
-) -> tuple[Tensor, Tensor]:
+def _allreduce_rms_norm_shape(x: Tensor, weight: Tensor, style: str) -> tuple[Tensor, Tensor]:
     total = x.new_empty(x.shape)
     return normed_shape(total, weight, style), total
 
@@ -65,15 +64,9 @@ def allreduce_rms_norm(
 
 
 def _allreduce_add_rms_norm_shape(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    style: str = "after",
+    x: Tensor, residual: Tensor, weight: Tensor, style: str
 ) -> tuple[Tensor, Tensor]:
-    total = x.new_empty(x.shape) + residual
-    return normed_shape(total, weight, style), total
+    return _allreduce_rms_norm_shape(x.new_empty(x.shape) + residual, weight, style)
 
 
 @op(

@@ -6,7 +6,6 @@ group, as in atomc.ops.collective, `group` the columns per scale.
 
 from typing import Unpack
 
-import torch
 from torch import Tensor
 
 from atomc.ops.collective import all_reduce
@@ -15,22 +14,14 @@ from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant, rms_norm_qu
 from atomc.ops.op import op
 from atomc.ops.op_cost import sum_of_x
 from atomc.ops.op_traits import Kind
-from atomc.ops.schemes import SchemeArguments
+from atomc.ops.schemes import KeptScheme
 
 
 def _allreduce_rms_norm_quant_shape(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    keep: bool = False,
-    **scheme: Unpack[SchemeArguments],
+    x: Tensor, weight: Tensor, scale: Tensor | None, style: str, **how: Unpack[KeptScheme]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x.new_empty(x.shape)
-    codes, scales, y = rms_norm_quant_shape(total, weight, eps, scale, style, keep=keep, **scheme)
+    codes, scales, y = rms_norm_quant_shape(total, weight, scale, style, **how)
     return codes, scales, total, y
 
 
@@ -48,31 +39,13 @@ def allreduce_rms_norm_quant(
     process_group: str,
     scale: Tensor | None = None,
     style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """rms_norm_quant of all_reduce(x) -> codes, scales, the sum [..., D], and the norm [..., D] if
     `keep`. x [..., D], weight [D]; scale as in rms_norm_quant.
     """
     total = all_reduce.reference(x, process_group)
-    codes, scales, y = rms_norm_quant.reference(
-        total,
-        weight,
-        eps,
-        scale,
-        style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        column_major=column_major,
-        rounding=rounding,
-        keep=keep,
-    )
+    codes, scales, y = rms_norm_quant.reference(total, weight, eps, scale, style, **how)
     return codes, scales, total, y
 
 
@@ -80,17 +53,12 @@ def _allreduce_add_rms_norm_quant_shape(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    eps: float,
-    process_group: str,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    keep: bool = False,
-    **scheme: Unpack[SchemeArguments],
+    scale: Tensor | None,
+    style: str,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x.new_empty(x.shape) + residual
-    codes, scales, y = rms_norm_quant_shape(total, weight, eps, scale, style, keep=keep, **scheme)
-    return codes, scales, total, y
+    return _allreduce_rms_norm_quant_shape(total, weight, scale, style, **how)
 
 
 @op(
@@ -108,28 +76,11 @@ def allreduce_add_rms_norm_quant(
     process_group: str,
     scale: Tensor | None = None,
     style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """add_rms_norm_quant of all_reduce(x) and residual, with its results. x and residual [..., D],
     the residual the same on all processes, weight [D]; scale as in rms_norm_quant.
     """
     return add_rms_norm_quant.reference(
-        all_reduce.reference(x, process_group),
-        residual,
-        weight,
-        eps,
-        scale,
-        style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        column_major=column_major,
-        rounding=rounding,
-        keep=keep,
+        all_reduce.reference(x, process_group), residual, weight, eps, scale, style, **how
     )

@@ -36,19 +36,7 @@ def _work(call: OpCall) -> Work:
     return bytes_of([*read, out]), products
 
 
-def _values(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    recurrent_state: Tensor,
-    *_: object,
-    **__: object,
-) -> Tensor:
+def _values(x: Tensor, recurrent_state: Tensor) -> Tensor:
     heads, _key_width, width = recurrent_state.shape[1:]
     return x.new_empty((*x.shape[:-1], heads, width))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of
+from atomc.ops.op_shapes import shape_of_x
 from atomc.ops.op_traits import Arguments, Kind
 from atomc.ops.state import StateSpec, state_before, state_handle
 from atomc.ops.state_update import replacing_state, updated_by
@@ -64,17 +65,13 @@ def _work(call: OpCall) -> Work:
     return bytes_of([*operands, *call.results]), 6 * call["v"].numel * call["k"].shape[-1]
 
 
-def _empty_result(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
-    return v.new_empty(v.shape)
-
-
 @op(
     kind=Kind.STATE_WRITE,
     rows=None,
     cost=replacing_state(_work),
     mutates=("recurrent_state",),
     rounds_once=lambda _: True,
-    shape=_empty_result,
+    shape=lambda v: shape_of_x(v),
 )
 def gated_delta_rule_update(
     q: Tensor,
@@ -121,7 +118,7 @@ def _spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSp
     rows=None,
     cost=_work,
     rounds_once=lambda _: True,
-    shape=_empty_result,
+    shape=lambda v: shape_of_x(v),
     state=updated_by(
         gated_delta_rule_update, lambda arguments: math.prod(arguments["v"].shape[:-2]), _spec
     ),

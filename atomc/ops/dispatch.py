@@ -5,10 +5,12 @@ T tokens of a process, the same number on each; N processes; k experts of a toke
 width of the model. process_group: as in atomc.ops.collective.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from atomc.ops.experts import moe_experts
+from atomc.ops.experts import Gate, moe_experts
 from atomc.ops.linear import linear
 from atomc.ops.op import op
 from atomc.ops.op_cost import Formula, OpCall, Work, experts_among, sent_to_gather
@@ -19,13 +21,7 @@ functional = torch.ops._c10d_functional
 
 
 def _dispatch_shape(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    places: Tensor,
-    nowhere: int,
-    ranks: int,
-    *_: object,
+    x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, ranks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = ranks * x.shape[0]
     return (
@@ -73,7 +69,7 @@ def dispatch_tokens(
 @op(
     kind=Kind.COLLECTIVE,
     rows=None,
-    shape=lambda x, ranks, _: x.new_empty(x.shape[0] // ranks, x.shape[1]),
+    shape=lambda partial, ranks: partial.new_empty(partial.shape[0] // ranks, partial.shape[1]),
     sent=lambda call, processes: (processes - 1) * call["partial"].bytes / processes,
 )
 def combine_tokens(partial: Tensor, ranks: int, process_group: str) -> Tensor:
@@ -118,10 +114,7 @@ def moe_experts_ep(
     nowhere: int,
     ranks: int,
     process_group: str,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     """moe_experts with the experts of all processes, for the tokens of this one: x [T, H] ->
     [T, H] in x.dtype. Each process rounds its sum for a token to x.dtype before the sums are added.
@@ -131,15 +124,5 @@ def moe_experts_ep(
     places, nowhere, ranks  as in dispatch_tokens
     """
     tokens = dispatch_tokens.reference(x, ids, weights, places, nowhere, ranks, process_group)
-    partial = moe_experts.reference(
-        *tokens,
-        w13,
-        w2,
-        b13,
-        b2,
-        activation=activation,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
-    )
+    partial = moe_experts.reference(*tokens, w13, w2, b13, b2, **gate)
     return combine_tokens.reference(partial, ranks, process_group)

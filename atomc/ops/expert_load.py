@@ -3,14 +3,11 @@
 from torch import Tensor
 
 from atomc.ops.op import op
+from atomc.ops.op_shapes import written_token
 from atomc.ops.op_traits import Kind
 
 
-def _token(ids: Tensor, slots: Tensor, counts: Tensor) -> Tensor:
-    return counts.new_empty((0,))
-
-
-@op(kind=Kind.OTHER, rows=None, mutates=("counts",), shape=_token)
+@op(kind=Kind.OTHER, rows=None, mutates=("counts",), shape=lambda counts: written_token(counts))
 def count_experts(ids: Tensor, slots: Tensor, counts: Tensor) -> Tensor:
     """Add the choices of each expert to counts [E] int64. ids [T, k] int32 or int64, slots [T]
     int64.

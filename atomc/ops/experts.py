@@ -6,7 +6,7 @@ rows of gate and up, `w2` is down. An id outside 0..E-1 (an expert of another de
 """
 
 from collections.abc import Callable
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,13 @@ from atomc.ops.op_traits import Kind
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 
-class Gate(TypedDict):
+class Gate(TypedDict, total=False):
     """What is between the products of an expert: options of moe_experts, explained in `gated`."""
 
-    activation: str
-    interleaved: bool
-    alpha: float
-    limit: float | None
+    activation: Annotated[str, "silu"]
+    interleaved: Annotated[bool, False]
+    alpha: Annotated[float, 1.702]
+    limit: Annotated[float | None, None]
 
 
 def gate_and_up(h: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

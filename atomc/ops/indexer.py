@@ -60,7 +60,7 @@ def _cost(call: OpCall) -> Work:
     return bytes_of([q, call["k"], call["weights"], *call.results]), 2 * pairs * heads * width
 
 
-def _shape(q: Tensor, *_: object, topk: int) -> Tensor:
+def _shape(q: Tensor, topk: int) -> Tensor:
     return q.new_empty((*q.shape[:-2], topk), dtype=torch.int32)
 
 
@@ -69,7 +69,7 @@ def _shape(q: Tensor, *_: object, topk: int) -> Tensor:
     rows=None,
     cost=state_write,
     mutates=("index_cache",),
-    shape=written_token,
+    shape=lambda k: written_token(k),
 )
 def index_write(k: Tensor, index_cache: Tensor, slots: Tensor) -> Tensor:
     """Write row t of k [..., C] (T rows) to slot slots[t] of the cache; -1 writes nothing.

@@ -42,12 +42,7 @@ def _values(
 
 
 def _weight_shape(
-    weight: Tensor,
-    weight_scale: Tensor,
-    *_: object,
-    scheme: str,
-    dtype: torch.dtype | None = None,
-    **__: object,
+    weight: Tensor, weight_scale: Tensor, scheme: str, dtype: torch.dtype | None
 ) -> Tensor:
     shape = weight.shape[0], weight.shape[1] * STORED[scheme]
     return weight.new_empty(shape, dtype=dtype or weight_scale.dtype)
@@ -77,14 +72,7 @@ def kv_b_weight(
 
 
 def _keys_shape(
-    weight: Tensor,
-    *_: object,
-    scheme: str,
-    heads: int,
-    nope: int,
-    product: str,
-    codes: torch.dtype,
-    **__: object,
+    weight: Tensor, scheme: str, heads: int, nope: int, product: str, codes: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     lead = heads, weight.shape[1] * STORED[scheme]
     if product == "mxfp4":

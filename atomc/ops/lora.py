@@ -22,11 +22,7 @@ def _cost(call: OpCall) -> Work:
     return moved, 2 * tokens * (thin * depth + b.shape[1] * y.shape[-1])
 
 
-def _shape(y: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(y)
-
-
-@op(kind=Kind.LINEAR | Kind.ADAPTER, rows="x", cost=_cost, shape=_shape)
+@op(kind=Kind.LINEAR | Kind.ADAPTER, rows="x", cost=_cost, shape=lambda y: torch.empty_like(y))
 def lora_linear(
     y: Tensor,
     x: Tensor,

@@ -36,7 +36,13 @@ SPLIT_CAT_SCHEMES = tuple(_SPLIT_CAT_WEIGHTS)
 BMM_SCHEMES = ("fp8", "mxfp4")
 
 
-@op(kind=Kind.STATE_WRITE, rows=None, cost=state_write, mutates=("kv_cache",), shape=written_token)
+@op(
+    kind=Kind.STATE_WRITE,
+    rows=None,
+    cost=state_write,
+    mutates=("kv_cache",),
+    shape=lambda kv_c: written_token(kv_c),
+)
 def mla_kv_write(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
 ) -> Tensor:
@@ -61,7 +67,7 @@ def _joined(q_nope: Tensor, width: int, q_pe: Tensor, cos: Tensor) -> Tensor:
 
 
 def _mla_rope_kv_write_shape(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, *_: object
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, cos: Tensor
 ) -> tuple[Tensor, Tensor]:
     return _joined(q_nope, q_nope.shape[-1], q_pe, cos), kv_c.new_empty((0,))
 
@@ -159,15 +165,7 @@ def _product_and_write(call: OpCall) -> Work:
 
 
 def _bmm_rope_kv_write_shape(
-    q_nope: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    *_: object,
-    **__: object,
+    q_nope: Tensor, weight: Tensor, q_pe: Tensor, kv_c: Tensor, cos: Tensor
 ) -> tuple[Tensor, Tensor]:
     return _joined(q_nope, weight.shape[1], q_pe, cos), kv_c.new_empty((0,))
 
@@ -222,15 +220,7 @@ def bmm_rope_kv_write(
 
 
 def _linear_split_cat_shape(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    k_pe: Tensor,
-    *,
-    nope: int,
-    out_dtype: torch.dtype,
-    **_: object,
+    x: Tensor, weight: Tensor, k_pe: Tensor, nope: int, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     *lead, heads, rotated = k_pe.shape
     k = x.new_empty(

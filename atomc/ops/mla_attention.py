@@ -45,15 +45,7 @@ def _cost(call: OpCall) -> Work:
     )
 
 
-def _shape(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    weight: Tensor,
-    *_: object,
-    **__: object,
-) -> Tensor:
+def _shape(q_nope: Tensor, weight: Tensor) -> Tensor:
     *lead, heads, nope = q_nope.shape
     return q_nope.new_empty((*lead, heads, weight.shape[0] // heads - nope))
 
@@ -78,11 +70,12 @@ def _absorbed_cost(call: OpCall) -> Work:
     return bytes_of([q, *call.results]) + read, 2 * tokens * seen * heads * (q.shape[-1] + latent)
 
 
-def _absorbed_shape(q: Tensor, *_: object, latent: int, **__: object) -> Tensor:
-    return q.new_empty((*q.shape[:-1], latent))
-
-
-@op(kind=Kind.ATTENTION, rows=None, cost=_absorbed_cost, shape=_absorbed_shape)
+@op(
+    kind=Kind.ATTENTION,
+    rows=None,
+    cost=_absorbed_cost,
+    shape=lambda q, latent: q.new_empty((*q.shape[:-1], latent)),
+)
 def mla_absorbed_attention(
     q: Tensor,
     kv_cache: Tensor,
@@ -133,7 +126,7 @@ def _paged_cost(call: OpCall) -> Work:
     )
 
 
-def _paged_shape(q: Tensor, weight: Tensor, kv_cache: Tensor, *_: object, **__: object) -> Tensor:
+def _paged_shape(q: Tensor, weight: Tensor, kv_cache: Tensor) -> Tensor:
     nope = q.shape[-1] - (kv_cache.shape[-1] - weight.shape[-1])
     return q.new_empty((*q.shape[:-1], weight.shape[0] // q.shape[-2] - nope))
 

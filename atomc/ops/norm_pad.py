@@ -10,7 +10,7 @@ from atomc.ops.op_traits import Kind
 
 
 def _add_rms_norm_pad_shape(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+    x: Tensor, weight: Tensor, columns: int, style: str
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.result_type(x, weight) if style == "after" else x.dtype
     return x.new_empty((*x.shape[:-1], x.shape[-1] + columns), dtype=dtype), torch.empty_like(x)

@@ -17,7 +17,7 @@ from atomc.ops.schemes import SchemeArguments
 
 
 def _rms_norm_pair_shape(
-    x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float, style: str = "after"
+    x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, style: str
 ) -> tuple[Tensor, Tensor]:
     return normed_shape(x, x_weight, style), normed_shape(y, y_weight, style)
 
@@ -38,19 +38,17 @@ def _rms_norm_pair_quant_shape(
     y: Tensor,
     x_weight: Tensor,
     y_weight: Tensor,
-    eps: float,
-    x_scale: Tensor | None = None,
-    y_scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    quantize_y: bool = True,
-    keep_x: bool = False,
-    keep_y: bool = False,
+    x_scale: Tensor | None,
+    y_scale: Tensor | None,
+    style: str,
+    quantize_y: bool,
+    keep_x: bool,
+    keep_y: bool,
     **scheme: Unpack[SchemeArguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x_parts = rms_norm_quant_shape(x, x_weight, eps, x_scale, style, keep=keep_x, **scheme)
+    x_parts = rms_norm_quant_shape(x, x_weight, x_scale, style, keep=keep_x, **scheme)
     y_parts = (
-        rms_norm_quant_shape(y, y_weight, eps, y_scale, style, keep=keep_y, **scheme)
+        rms_norm_quant_shape(y, y_weight, y_scale, style, keep=keep_y, **scheme)
         if quantize_y
         else (y.new_empty(0), y.new_empty(0), normed_shape(y, y_weight, style))
     )

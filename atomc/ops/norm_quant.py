@@ -13,22 +13,24 @@ from torch import Tensor
 from atomc.ops.norm import normed_shape, rms_norm, rounds_once
 from atomc.ops.op import op
 from atomc.ops.op_traits import Kind
-from atomc.ops.schemes import SchemeArguments, quantized
+from atomc.ops.schemes import KeptScheme, SchemeArguments, quantized
 
 
 def rms_norm_quant_shape(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    keep: bool = False,
-    **scheme: Unpack[SchemeArguments],
+    x: Tensor, weight: Tensor, scale: Tensor | None, style: str, **how: Unpack[KeptScheme]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Empty tensors as `rms_norm_quant` returns them."""
-    y = normed_shape(x, weight, style)
-    codes, scales = quantized(y, scale, shape_only=True, **scheme)
+    return _quantized(normed_shape(x, weight, style), scale, shape_only=True, **how)
+
+
+def _quantized(
+    y: Tensor,
+    scale: Tensor | None,
+    keep: bool = False,
+    shape_only: bool = False,
+    **scheme: Unpack[SchemeArguments],
+) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scales = quantized(y, scale, shape_only=shape_only, **scheme)
     return codes, scales, y if keep else y.new_empty(0)
 
 
@@ -39,35 +41,19 @@ def rms_norm_quant(
     eps: float,
     scale: Tensor | None = None,
     style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The codes and scales of rms_norm(x, weight, eps, style), and that norm [..., D] if `keep`. x
     [..., D], weight [D]; scale [1] fp32 for fp8_static, else None.
     """
-    y = rms_norm.reference(x, weight, eps, style)
-    codes, scales = quantized(y, scale, scheme, dtype, group, column_major, rounding)
-    return codes, scales, y if keep else y.new_empty(0)
+    return _quantized(rms_norm.reference(x, weight, eps, style), scale, **how)
 
 
 def _add_rms_norm_quant_shape(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    keep: bool = False,
-    **scheme: Unpack[SchemeArguments],
+    x: Tensor, weight: Tensor, scale: Tensor | None, style: str, **how: Unpack[KeptScheme]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = torch.empty_like(x)
-    codes, scales, y = rms_norm_quant_shape(total, weight, eps, scale, style, keep=keep, **scheme)
+    codes, scales, y = rms_norm_quant_shape(total, weight, scale, style, **how)
     return codes, scales, total, y
 
 
@@ -84,18 +70,11 @@ def add_rms_norm_quant(
     eps: float,
     scale: Tensor | None = None,
     style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """rms_norm_quant of x + residual -> codes, scales, the sum [..., D], and the norm [..., D] if
     `keep`. x and residual [..., D], weight [D]; scale as in rms_norm_quant.
     """
     total = x + residual
-    y = rms_norm.reference(total, weight, eps, style)
-    codes, scales = quantized(y, scale, scheme, dtype, group, column_major, rounding)
-    return codes, scales, total, y if keep else y.new_empty(0)
+    codes, scales, y = rms_norm_quant.reference(total, weight, eps, scale, style, **how)
+    return codes, scales, total, y

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from atomc.ops.by_name import call_by_name, signature_of, with_signature
 from atomc.ops.op_cost import CostRule, SentRule, read_and_write
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight, StateBinding
 from atomc.platform import Platform
@@ -115,11 +116,11 @@ class Kernel:
 
     op: str
     provider: str
-    # With the arguments and results of the reference.
+    # With the arguments and results of the reference, of which it declares what it reads.
     function: Callable[..., Results]
     _: KW_ONLY
-    # (platform, arguments by name, tensors are fake) -> why it cannot run; a sentence alone has the
-    # code "other".
+    # Of the platform and the arguments, by name, what it declares (tensors are fake) -> why it
+    # cannot run; a sentence alone has the code "other".
     refuses: Callable[..., Refusal | str | None] | None = None
     # The numbers of tokens that it is for; `limit` of (platform, arguments by name) is the largest
     # of them that it is for with such arguments.
@@ -173,7 +174,8 @@ class Kernel:
         """The numbers of tokens that it is for, with arguments that it does not refuse."""
         if self.limit is None:
             return self.tokens
-        return Tokens(self.tokens.first, self.limit(platform, **arguments))
+        most = call_by_name(self.limit, platform=platform, **arguments)
+        return Tokens(self.tokens.first, most)
 
     def prepared(self, arguments: Arguments) -> dict[str, tuple[Tensor, ...]]:
         """The prepared weights that the kernel receives in the place of some of these arguments."""
@@ -229,13 +231,21 @@ def _kernel_decorator(
         described = create(op.name, provider, op.reference, *args, **fields)
         op._check_names(described)
 
-        def register(function: Function) -> Function:
-            op._add(replace(described, function=function))
-            return function
+        def register(function: Callable[..., R]) -> Callable[P, R]:
+            called = with_signature(function, _with_extras(op.signature, described))
+            op._add(replace(described, function=called))
+            return called
 
         return register
 
     return kernel
+
+
+def _with_extras(signature: inspect.Signature, kernel: Kernel) -> inspect.Signature:
+    """The signature of an op, and what its kernel receives besides."""
+    extras = [x for x in ("plan", "workspace", "shared") if getattr(kernel, x) is not None]
+    added = [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY) for x in extras]
+    return signature.replace(parameters=[*signature.parameters.values(), *added])
 
 
 # Kinds whose cost is not that of one operation per element.
@@ -270,7 +280,8 @@ class Op:
     rounds_once: Callable[[Arguments], bool] = lambda arguments: False
     # The parameters written in place.
     mutates: tuple[str, ...] = ()
-    # The fake kernel, if the reference depends on data or is slow on fake tensors.
+    # The fake kernel of the arguments that it declares, if the reference depends on data or is slow
+    # on fake tensors.
     shape: Callable[..., Results] | None = None
     # How several calls with one input become one.
     concat: Concat | None = None
@@ -286,16 +297,19 @@ class Op:
     kernels: list[Kernel] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        reference, name = self.reference, self.reference.__name__
-        signature = inspect.signature(reference)
-        vars(self).update(name=name, signature=signature, __doc__=reference.__doc__)
+        name, signature = self.reference.__name__, signature_of(self.reference)
+        reference = with_signature(self.reference, signature)
+        vars(self).update(
+            name=name, signature=signature, reference=reference, __doc__=reference.__doc__
+        )
         self._check()
         schema = torch.library.infer_schema(reference, mutates_args=self.mutates)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         _library.impl(name, reference, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         _library.impl(name, self._differentiated, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
         _library.impl(name, reference, "FuncTorchBatched")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"atom::{name}", self.shape or reference, lib=_library)
+        shape = with_signature(self.shape or reference, signature)
+        torch.library.register_fake(f"atom::{name}", shape, lib=_library)
         vars(self).update(overload=getattr(torch.ops.atom, name).default)
 
     def _differentiated(
@@ -444,5 +458,6 @@ def refusal(kernel: Kernel, platform: Platform, arguments: Arguments) -> Refusal
     stand for arguments that are not given.
     """
     bound = REGISTRY[kernel.op].bind(**arguments)
-    reason = kernel.refuses(platform, **bound) if kernel.refuses else None
+    refuses = kernel.refuses or (lambda: None)
+    reason = call_by_name(refuses, platform=platform, **bound)
     return Refusal("other", reason) if isinstance(reason, str) else reason

@@ -39,19 +39,13 @@ def rounded_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-largest, largest).to(dtype)
 
 
-def _quant_fp8_static_shape(
-    x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@op(kind=Kind.QUANTIZE, rows=None, shape=_quant_fp8_static_shape)
+@op(kind=Kind.QUANTIZE, rows=None, shape=lambda x, dtype: x.new_empty(x.shape, dtype=dtype))
 def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """x / scale in fp8, with a given scale. x [..., K], scale [1] fp32 -> [..., K] fp8."""
     return rounded_fp8(x.to(torch.float32) * (1.0 / scale.to(torch.float32)), dtype).contiguous()
 
 
-def _per_token_shape(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+def _per_token_shape(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
@@ -79,10 +73,7 @@ def empty_group_scales(x: Tensor, groups: int, column_major: bool) -> Tensor:
 
 
 def _quant_fp8_group_shape(
-    x: Tensor,
-    group: int = 128,
-    column_major_scales: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    x: Tensor, group: int, column_major_scales: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     groups = -(-x.shape[-1] // group)
     return x.new_empty(x.shape, dtype=dtype), empty_group_scales(x, groups, column_major_scales)
@@ -109,7 +100,7 @@ def quant_fp8_group(
     return q, empty_group_scales(x, groups, column_major_scales).copy_(scale.squeeze(-1))
 
 
-def _quant_mxfp4_shape(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
+def _quant_mxfp4_shape(x: Tensor) -> tuple[Tensor, Tensor]:
     lead, width = x.shape[:-1], x.shape[-1]
     return x.new_empty((*lead, width // 2), dtype=torch.uint8), x.new_empty(
         (*lead, width // 32), dtype=torch.uint8

@@ -49,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     return torch.cat((first, second), -1)
 
 
-def _rope_shape(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
+def _rope_shape(x: Tensor, cos: Tensor, style: str) -> Tensor:
     """Equal to the reference on fake tensors, with one call instead of ten: products keep the
     strides of x, cat and stack are contiguous.
     """
@@ -76,14 +76,12 @@ def _qk_norm_rope_shape(
     q_weight: Tensor,
     k_weight: Tensor,
     cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    norm_style: str = "after",
-    rope_style: str = "neox",
+    norm_style: str,
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     return (
-        _rope_shape(normed_shape(q, q_weight, norm_style), cos, sin, rope_style),
-        _rope_shape(normed_shape(k, k_weight, norm_style), cos, sin, rope_style),
+        _rope_shape(normed_shape(q, q_weight, norm_style), cos, rope_style),
+        _rope_shape(normed_shape(k, k_weight, norm_style), cos, rope_style),
     )
 
 
@@ -109,20 +107,8 @@ def qk_norm_rope(
     )
 
 
-def _rope_kv_write_shape(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:
-    q_rotated = _rope_shape(q, cos, sin, rope_style)
+def _rope_kv_write_shape(q: Tensor, cos: Tensor, rope_style: str) -> tuple[Tensor, Tensor]:
+    q_rotated = _rope_shape(q, cos, rope_style)
     return q_rotated, q_rotated.new_empty((0,))
 
 
@@ -155,24 +141,9 @@ def rope_kv_write(
 
 
 def _qk_norm_rope_kv_write_shape(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    norm_style: str = "after",
-    rope_style: str = "neox",
+    q: Tensor, q_weight: Tensor, cos: Tensor, norm_style: str, rope_style: str
 ) -> tuple[Tensor, Tensor]:
-    q_rotated = _rope_shape(normed_shape(q, q_weight, norm_style), cos, sin, rope_style)
-    return q_rotated, q_rotated.new_empty((0,))
+    return _rope_kv_write_shape(normed_shape(q, q_weight, norm_style), cos, rope_style)
 
 
 @op(

@@ -42,14 +42,16 @@ def _masked_scores(scores: Tensor, groups: int, topk_groups: int, group_score: s
     return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def _route_shape(
-    x: Tensor, *_: object, k: int, dtype: torch.dtype = torch.float32, **__: object
-) -> tuple[Tensor, Tensor]:
+def _route_shape(x: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:-1], k)
     return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=torch.int32)
 
 
-@op(kind=Kind.ROUTE, rows="logits", shape=_route_shape)
+@op(
+    kind=Kind.ROUTE,
+    rows="logits",
+    shape=lambda logits, k, dtype: _route_shape(logits, k, dtype),
+)
 def topk_route(
     logits: Tensor,
     bias: Tensor | None = None,

@@ -4,10 +4,12 @@ A value is its code times its scale, as in atomc.ops.scaled_linear, of which the
 products. Where x is quantized, the gated activation in between is quantized in the same way.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from atomc.ops.experts import gated, sum_over_experts
+from atomc.ops.experts import Gate, gated, sum_over_experts
 from atomc.ops.op import op
 from atomc.ops.op_cost import experts
 from atomc.ops.op_shapes import shape_of_x
@@ -87,10 +89,7 @@ def moe_experts_fp8(
     *,
     out_dtype: torch.dtype,
     block: int = 0,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     """moe_experts with x [T, H], w13 [E, 2I, H] and w2 [E, H, I] in fp8 -> [T, H] in out_dtype.
     Products are summed in fp32 and rounded to out_dtype, biases [E, ...] included.
@@ -105,7 +104,7 @@ def moe_experts_fp8(
     def expert(e: int, rows: Tensor) -> Tensor:
         scale = x_scale if x_scale.dim() == 1 else x_scale[rows]
         h = product(x[rows], scale, w13[e], w13_scale[e], _expert_bias(b13, e))
-        h = gated(h, activation, interleaved, alpha, limit)
+        h = gated(h, **gate)
         if block:
             codes, scale = quant_fp8_group.reference(h, block, dtype=x.dtype)
         elif act_scale is None:
@@ -149,10 +148,7 @@ def moe_experts_int8(
     b2: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     """moe_experts with x [T, H], w13 [E, 2I, H] and w2 [E, H, I] in int8 -> [T, H] in out_dtype.
     x_scale [T, 1] from quant_int8_per_token, w13_scale [E, 2I, 1], w2_scale [E, H, 1], fp32.
@@ -162,9 +158,7 @@ def moe_experts_int8(
         h = scaled_linear_int8.reference(
             x[rows], w13[e], x_scale[rows], w13_scale[e], _expert_bias(b13, e), out_dtype=out_dtype
         )
-        codes, scale = quant_int8_per_token.reference(
-            gated(h, activation, interleaved, alpha, limit)
-        )
+        codes, scale = quant_int8_per_token.reference(gated(h, **gate))
         return scaled_linear_int8.reference(
             codes, w2[e], scale, w2_scale[e], _expert_bias(b2, e), out_dtype=out_dtype
         )
@@ -195,10 +189,7 @@ def moe_experts_w4a16(
     b2: Tensor | None = None,
     *,
     group: int,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     """moe_experts with int4 weights as in linear_w4a16. x [T, H] of 16 bits or fp32 -> [T, H].
 
@@ -215,7 +206,7 @@ def moe_experts_w4a16(
             _expert_bias(b13, e),
             group=group,
         )
-        h = gated(h, activation, interleaved, alpha, limit)
+        h = gated(h, **gate)
         return linear_w4a16.reference(
             h, w2[e], w2_scale[e], _expert_bias(w2_zeros, e), _expert_bias(b2, e), group=group
         )
@@ -224,27 +215,13 @@ def moe_experts_w4a16(
     return sum_over_experts(ids, weights, len(w13), products, expert)
 
 
-def _moe_experts_mxfp4_shape(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    *_: object,
-    out_dtype: torch.dtype,
-    **__: object,
-) -> Tensor:
-    return x.new_empty((x.shape[0], w2.shape[1]), dtype=out_dtype)
-
-
 @op(
     kind=Kind.EXPERTS,
     rows="x",
     cost=experts,
     quantized_weight=MXFP4_EXPERTS,
     linear=lambda _: linear_mxfp4,
-    shape=_moe_experts_mxfp4_shape,
+    shape=lambda x, w2, out_dtype: x.new_empty((x.shape[0], w2.shape[1]), dtype=out_dtype),
 )
 def moe_experts_mxfp4(
     x: Tensor,
@@ -259,10 +236,7 @@ def moe_experts_mxfp4(
     x_scale: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     """moe_experts with MXFP4 weights as in linear_mxfp4 (GPT-OSS) -> [T, H] in out_dtype.
 
@@ -274,7 +248,7 @@ def moe_experts_mxfp4(
     def expert(e: int, rows: Tensor) -> Tensor:
         scale = None if x_scale is None else x_scale[rows]
         h = product(x[rows], scale, w13[e], w13_scale[e], _expert_bias(b13, e))
-        h = gated(h, activation, interleaved, alpha, limit)
+        h = gated(h, **gate)
         if x_scale is None:
             return product(h, None, w2[e], w2_scale[e], _expert_bias(b2, e))
         if x.dtype == torch.uint8:

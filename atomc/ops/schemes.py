@@ -7,7 +7,7 @@ group, column_major   of fp8_group: columns per scale, and the memory layout of 
 rounding              of mxfp4: how its scales are rounded
 """
 
-from typing import Required, TypedDict
+from typing import Annotated, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,19 +24,29 @@ from atomc.ops.quant import (
 SCHEMES = ("fp8_static", "fp8_per_token", "fp8_group", "mxfp4", "int8_per_token")
 
 
+class Scheme(TypedDict):
+    """The name of a scheme, as an argument of fused ops."""
+
+    scheme: str
+
+
 class Attributes(TypedDict, total=False):
     """The attributes of a scheme, named as arguments of fused ops."""
 
-    group: int
-    dtype: torch.dtype
-    column_major: bool
-    rounding: str
+    dtype: Annotated[torch.dtype, torch.float8_e4m3fn]
+    group: Annotated[int, 128]
+    column_major: Annotated[bool, False]
+    rounding: Annotated[str, "even"]
 
 
-class SchemeArguments(Attributes, total=False):
+class SchemeArguments(Scheme, Attributes):
     """A scheme and its attributes, as arguments of fused ops."""
 
-    scheme: Required[str]
+
+class KeptScheme(SchemeArguments, total=False):
+    """The same of an op that returns what it quantizes, too, if `keep`."""
+
+    keep: Annotated[bool, False]
 
 
 def quantized(

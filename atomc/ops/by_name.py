@@ -1,0 +1,77 @@
+"""Functions that declare only what they read of the arguments of an op: kernels, refusals, shapes.
+
+`**gate: Unpack[Gate]` declares the keys of a TypedDict, and `Annotated[bool, False]` the default of
+one. `**arguments` of another type takes all arguments.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from inspect import Parameter, Signature
+from typing import TypeVar, Unpack, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+@functools.cache
+def declared(function: Callable[..., object]) -> Mapping[str, Parameter] | None:
+    """The parameters of a function by name; None: it takes arguments of any name."""
+    parameters: dict[str, Parameter] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD and get_origin(parameter.annotation) is Unpack:
+            [keys] = get_args(parameter.annotation)
+            types, hints = get_type_hints(keys), get_type_hints(keys, include_extras=True)
+            for key, hint in hints.items():
+                [default] = getattr(hint, "__metadata__", (Parameter.empty,))
+                parameters[key] = Parameter(
+                    key, Parameter.KEYWORD_ONLY, default=default, annotation=types[key]
+                )
+        elif parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            return None
+        else:
+            parameters[name] = parameter
+    return parameters
+
+
+def signature_of(function: Callable[..., object]) -> Signature:
+    """Its signature, with the keys of a TypedDict as parameters."""
+    signature, parameters = inspect.signature(function), declared(function)
+    return signature if parameters is None else signature.replace(parameters=[*parameters.values()])
+
+
+def call_by_name(function: Callable[..., T], **arguments: object) -> T:
+    """function(...) of those of these arguments that it declares."""
+    names = declared(function)
+    return function(**{name: x for name, x in arguments.items() if names is None or name in names})
+
+
+def with_signature(function: Callable[..., T], signature: Signature) -> Callable[..., T]:
+    """`function`, to be called with all parameters of the signature, of which it declares some.
+
+    Raises ValueError if it declares a parameter that is none of them and has no default.
+    """
+    names = declared(function)
+    if names is None or _called(inspect.signature(function)) == _called(signature):
+        return function
+    unknown = [
+        n for n, p in names.items() if p.default is p.empty and n not in signature.parameters
+    ]
+    if unknown:
+        raise ValueError(f"{function} declares {unknown}, the op has {[*signature.parameters]}")
+    empty, parameters = Parameter.empty, signature.parameters.values()
+    bare = Signature([p.replace(default=empty, annotation=empty) for p in parameters])
+    passed = ", ".join(f"{name}={name}" for name in names if name in signature.parameters)
+    call: Callable[..., T] = eval(
+        f"lambda {str(bare)[1:-1]}: function({passed})", {"function": function}
+    )
+    defaults = {p.name: p.default for p in parameters if p.default is not empty}
+    by_keyword = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    functools.update_wrapper(call, function)
+    vars(call).update(__signature__=signature)
+    call.__defaults__ = tuple(x for name, x in defaults.items() if name not in by_keyword)
+    call.__kwdefaults__ = {name: x for name, x in defaults.items() if name in by_keyword}
+    return call
+
+
+def _called(signature: Signature) -> dict[str, tuple[object, object]]:
+    return {name: (p.kind, p.default) for name, p in signature.parameters.items()}
