@@ -16,6 +16,7 @@ from atomc.graph.canonical import value
 from atomc.graph.edit import add_input
 from atomc.graph.node_record import NodeRecord, record_of, set_record
 from atomc.graph.op_call import OpCall, op_call
+from atomc.ops.by_name import call_by_name
 from atomc.ops.op import Attribute, Extra, Kernel
 from atomc.ops.op_traits import Kind
 from atomc.rewriting.graph_pass import Context, Outcome
@@ -88,7 +89,7 @@ def _call_kernel(
             for part in (size, added["workspace"]):
                 set_record(part, NodeRecord(kernel=kernel.provider))
         if kernel.shared is not None:
-            constants = kernel.shared.constants(**called.values)
+            constants = call_by_name(kernel.shared.constants, **called.values)
             operands = (*map(arguments.get, kernel.shared.inputs), *constants)
             key = (kernel.shared.function, *operands)
             if key not in shared:

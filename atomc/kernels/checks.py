@@ -39,7 +39,7 @@ def not_a_cpu(platform: Platform) -> Refusal | None:
     return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
 
 
-def refuse_gpus(platform: Platform, **_: object) -> Refusal | None:
+def refuse_gpus(platform: Platform) -> Refusal | None:
     """For kernels that take all arguments on a CPU."""
     return not_a_cpu(platform)
 

@@ -16,12 +16,7 @@ INT4PACK_GROUPS = (32, 64, 128, 256)
 
 
 def unlike_int8(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    **_: object,
+    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor
 ) -> Refusal | None:
     """Refuse operands other than those of an int8 product on an x86 CPU."""
     if reason := elsewhere(platform):
@@ -80,7 +75,6 @@ def refuse_int4pack(
     weight_scale: Tensor,
     zeros: Tensor | None,
     group: int,
-    **_: object,
 ) -> Refusal | None:
     """Refuse operands that PyTorch's kernel for int4 weights on a CPU does not support."""
     if reason := unlike_int4(platform, x, weight, weight_scale, zeros, group):

@@ -16,8 +16,12 @@ T = TypeVar("T")
 @functools.cache
 def declared(function: Callable[..., object]) -> Mapping[str, Parameter] | None:
     """The parameters of a function by name; None: it takes arguments of any name."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a builtin function
+        return None
     parameters: dict[str, Parameter] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD and get_origin(parameter.annotation) is Unpack:
             [keys] = get_args(parameter.annotation)
             types, hints = get_type_hints(keys), get_type_hints(keys, include_extras=True)

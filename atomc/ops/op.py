@@ -27,7 +27,6 @@ P = ParamSpec("P")
 Fields = ParamSpec("Fields")  # the arguments of a decorator
 Results = Tensor | tuple[Tensor, ...]
 R = TypeVar("R", bound=Results, covariant=True)
-Function = TypeVar("Function", bound=Callable[..., Results])
 T = TypeVar("T")
 # A number, a name or a dtype that an op is called with.
 Attribute = int | str | torch.dtype | None
@@ -83,7 +82,7 @@ class Shared:
 
     function   (*inputs, *constants) -> tensors
     inputs     names of parameters of the op
-    constants  (*args) -> numbers and dtypes, of the kernel's arguments as fake tensors
+    constants  of the kernel's arguments that it declares, as fake tensors -> numbers and dtypes
     """
 
     function: Callable[..., tuple[Tensor, ...]]
@@ -92,9 +91,8 @@ class Shared:
 
     def of(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """What the kernel receives in a call with these arguments, by name."""
-        return self.function(
-            *(arguments[name] for name in self.inputs), *self.constants(**arguments)
-        )
+        constants = call_by_name(self.constants, **arguments)
+        return self.function(*(arguments[name] for name in self.inputs), *constants)
 
 
 class PreferInductor(Enum):
@@ -217,10 +215,12 @@ Concat = Callable[[Sequence[Arguments]], tuple[str, ...] | str]
 
 def _kernel_decorator(
     create: Callable[Concatenate[str, str, Callable[..., Results], Fields], Kernel],
-) -> Callable[Concatenate["Op", str, Fields], Callable[[Function], Function]]:
+) -> Callable[
+    Concatenate["OpFunction[P, R]", str, Fields], Callable[[Callable[..., R]], Callable[P, R]]
+]:
     def kernel(
-        op: "Op", provider: str, /, *args: Fields.args, **fields: Fields.kwargs
-    ) -> Callable[[Function], Function]:
+        op: "OpFunction[P, R]", provider: str, /, *args: Fields.args, **fields: Fields.kwargs
+    ) -> Callable[[Callable[..., R]], Callable[P, R]]:
         """Register the decorated function as a kernel of this op, with the fields of Kernel.
 
         Raises ValueError if `prepare` or `attributes` name no parameter of the op, or the same
@@ -398,20 +398,19 @@ class Op:
             )
         self.kernels.append(kernel)
 
-    kernel = _kernel_decorator(Kernel)
-
 
 class OpFunction(Op, Generic[P, R]):
     """An op as its callers see it: a function with the signature of its reference."""
 
     reference: Callable[P, R]
+    kernel = _kernel_decorator(Kernel)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = self.overload(*args, **kwargs)
         return result
 
 
-REGISTRY: dict[str, Op] = {}
+REGISTRY: dict[str, OpFunction[..., Results]] = {}
 
 
 def _op_decorator(
@@ -423,9 +422,9 @@ def _op_decorator(
         """Define an op by its reference, the decorated function, and the fields of Op."""
 
         def define(reference: Callable[P, R]) -> OpFunction[P, R]:
-            defined = create(reference, *args, **fields)
+            defined = cast(OpFunction[P, R], create(reference, *args, **fields))
             REGISTRY[defined.name] = defined
-            return cast(OpFunction[P, R], defined)
+            return defined
 
         return define
 
@@ -435,7 +434,9 @@ def _op_decorator(
 op = _op_decorator(OpFunction)
 
 
-def register_kernel(op_name: str, provider: str, **protocol: Any) -> Callable[[Function], Function]:
+def register_kernel(
+    op_name: str, provider: str, **protocol: Any
+) -> Callable[[Callable[..., Results]], Callable[..., Results]]:
     """Register a kernel from another package: `@atomc.register_kernel("rms_norm", "mine",
     refuses=...)`. protocol: the arguments of `Op.kernel`.
 
@@ -458,6 +459,5 @@ def refusal(kernel: Kernel, platform: Platform, arguments: Arguments) -> Refusal
     stand for arguments that are not given.
     """
     bound = REGISTRY[kernel.op].bind(**arguments)
-    refuses = kernel.refuses or (lambda: None)
-    reason = call_by_name(refuses, platform=platform, **bound)
+    reason = kernel.refuses and call_by_name(kernel.refuses, platform=platform, **bound)
     return Refusal("other", reason) if isinstance(reason, str) else reason

@@ -16,7 +16,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def refuse_linear_fp4(platform: Platform, weight: Tensor, **_: object) -> Refusal | None:
+def refuse_linear_fp4(platform: Platform, weight: Tensor) -> Refusal | None:
     return elsewhere(platform) or scattered(weight)
 
 
@@ -26,9 +26,8 @@ def linear_mxfp4(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     values = mxfp4_operand(as_rows(x), None if x_scale is None else as_rows(x_scale))
@@ -40,17 +39,13 @@ def linear_mxfp4(
 
 @ops.linear_nvfp4.kernel("onednn", refuses=refuse_linear_fp4)
 def linear_nvfp4(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, weight_scale: Tensor, global_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
     total = multiply(x, weight.shape[0], lambda a, b: nvfp4_values(weight[a:b], weight_scale[a:b]))
     return finish(total * global_scale.t(), x, None, bias, x.dtype)
 
 
-def refuse_scaled_linear_int8(platform: Platform, weight: Tensor, **_: object) -> Refusal | None:
+def refuse_scaled_linear_int8(platform: Platform, weight: Tensor) -> Refusal | None:
     return not_a_cpu(platform) or scattered(weight)
 
 
@@ -61,8 +56,7 @@ def scaled_linear_int8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     total = multiply(x, weight.shape[0], lambda a, b: weight[a:b].to(torch.float32))

@@ -30,5 +30,5 @@ def refuse_linear(
 @ops.linear.kernel(
     "onednn", tokens=ops.Tokens(FEWEST_ROWS), refuses=refuse_linear, prepare={"weight": _relayout}
 )
-def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None) -> Tensor:
     return multiply(x, weight[0], bias)

@@ -31,5 +31,5 @@ def refuse_linear(
 
 
 @ops.linear.kernel("onednn", refuses=refuse_linear, prepare={"weight": _relayout})
-def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None) -> Tensor:
     return multiply(x, weight[0], bias)

@@ -45,13 +45,7 @@ def _scales_and_zeros(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
     prepare={"weight": _packed, ("weight_scale", "zeros"): _scales_and_zeros},
 )
 def linear_w4a16(
-    x: Tensor,
-    weight: tuple[Tensor],
-    weight_scale: tuple[Tensor],
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    group: int,
+    x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor], bias: Tensor | None, group: int
 ) -> Tensor:
     rows = as_rows(x)
     out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(

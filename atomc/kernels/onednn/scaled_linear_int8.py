@@ -16,7 +16,7 @@ from atomc.platform import Platform
 FEWEST_ROWS = 2
 
 
-def _without_vnni(platform: Platform, **_: object) -> Refusal | None:
+def _without_vnni(platform: Platform) -> Refusal | None:
     if platform.has("avx512_vnni") or platform.has("avx_vnni"):
         return None
     return Refusal(
@@ -45,8 +45,7 @@ def scaled_linear_int8(
     weight: tuple[Tensor, Tensor],
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     packed, zeros = weight

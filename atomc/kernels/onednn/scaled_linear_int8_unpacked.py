@@ -17,8 +17,7 @@ def scaled_linear_int8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     total = torch._int_mm(as_rows(x), weight.t()).to(torch.float32).mul_(weight_scale.t())

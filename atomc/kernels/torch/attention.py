@@ -16,12 +16,7 @@ kv_write = eager(ops.kv_write, __name__, layout="paged")
 
 
 def refuse_attention(
-    platform: Platform,
-    q: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float,
-    **_: object,
+    platform: Platform, q: Tensor, mask: Tensor | None, sinks: Tensor | None, softcap: float
 ) -> Refusal | None:
     if softcap:
         return Refusal("argument", "scaled_dot_product_attention does not support softcap")
@@ -39,17 +34,7 @@ def refuse_attention(
 
 @ops.attention.kernel("torch", refuses=refuse_attention)
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor | None = None,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int
 ) -> Tensor:
     if q.dim() == 3:
         mask = mask if mask is None or mask.dim() == 2 else mask[None]
@@ -117,14 +102,12 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     rows = as_heads(q)
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))

@@ -17,14 +17,10 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
+    sinks: Tensor | None,
     scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     rows = as_heads(q)
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))

@@ -34,14 +34,7 @@ def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: 
 
 
 @ops.causal_conv1d.kernel("torch", prefer_inductor=PreferInductor.ALWAYS)
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    state: Tensor | None = None,
-    *,
-    activation: str,
-) -> Tensor:
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     inputs = F.pad(x.to(torch.float32), (0, 0, weight.shape[-1] - 1, 0))
     return _convolved(inputs, weight, bias, activation).to(x.dtype)
 
@@ -55,7 +48,6 @@ def causal_conv1d_update(
     query_start: Tensor,
     seq_lens: Tensor,
     state_slots: Tensor,
-    *,
     activation: str,
 ) -> Tensor:
     rows, num_kept = as_rows(x), weight.shape[-1] - 1

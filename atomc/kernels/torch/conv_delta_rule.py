@@ -22,10 +22,9 @@ def conv_gated_delta_rule_update(
     query_start: Tensor,
     seq_lens: Tensor,
     state_slots: Tensor,
-    *,
     activation: str,
     scale: float,
-    rate_scale: float = 1.0,
+    rate_scale: float,
 ) -> Tensor:
     step = query_start, seq_lens, state_slots
     convolved = causal_conv1d_update(x, weight, bias, conv_state, *step, activation=activation)

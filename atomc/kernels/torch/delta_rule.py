@@ -81,14 +81,7 @@ def _step(
 
 @ops.gated_delta_rule.kernel("torch")
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    *,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float
 ) -> Tensor:
     shape = (*v.shape[:-3], v.shape[-2], k.shape[-1], v.shape[-1])
     zeros = v.new_zeros(shape, dtype=torch.float32)
@@ -106,7 +99,6 @@ def gated_delta_rule_update(
     query_start: Tensor,
     seq_lens: Tensor,
     state_slots: Tensor,
-    *,
     scale: float,
 ) -> Tensor:
     q, k, values = (as_heads(x) for x in (q, k, v))

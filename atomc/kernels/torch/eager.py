@@ -1,16 +1,17 @@
 """The reference of an op as a kernel, for ops where a few torch calls are fast enough."""
 
+import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from atomc.ops import Op, Refusal
-from atomc.ops.op import PreferInductor
+from atomc.ops import Refusal
+from atomc.ops.op import OpFunction, PreferInductor, Results
 from atomc.ops.op_traits import Kind
 
 
 def eager(
-    op: Op,
+    op: OpFunction[..., Results],
     module: str,
     layout: str | None = None,
     refuses: Callable[..., Refusal | None] | None = None,
@@ -28,9 +29,8 @@ def eager(
     function = FunctionType(
         reference.__code__, reference.__globals__, op.name, reference.__defaults__
     )
+    functools.update_wrapper(function, reference)
     function.__kwdefaults__ = reference.__kwdefaults__
-    function.__annotations__ = reference.__annotations__
-    function.__doc__ = reference.__doc__
     function.__module__ = module
     if layout is not None or syncs:  # with a layout it reads slots and lengths on the host
         return op.kernel("torch", layout=layout, refuses=refuses, syncs=True)(function)

@@ -1,6 +1,5 @@
 """Forms of a quantized kv_b_proj, computed once instead of in each step, on any device."""
 
-import torch
 from torch import Tensor
 
 from atomc import ops
@@ -26,16 +25,7 @@ def keys(
 @ops.kv_b_weight.kernel(
     "torch", prepare={STORED: dequantized}, attributes=("scheme", "group", "dtype")
 )
-def kv_b_weight(
-    weight: tuple[Tensor],
-    weight_scale: Tensor,
-    zeros: Tensor | None = None,
-    *,
-    scheme: str,
-    activations: str = "",
-    group: int = 128,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def kv_b_weight(weight: tuple[Tensor]) -> Tensor:
     return weight[0]
 
 
@@ -44,16 +34,5 @@ def kv_b_weight(
     prepare={STORED: keys},
     attributes=("scheme", "group", "heads", "nope", "product", "codes"),
 )
-def kv_b_keys(
-    weight: tuple[Tensor, Tensor],
-    weight_scale: Tensor,
-    zeros: Tensor | None = None,
-    *,
-    scheme: str,
-    group: int,
-    heads: int,
-    nope: int,
-    product: str,
-    codes: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def kv_b_keys(weight: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return weight

@@ -12,15 +12,7 @@ from atomc.kernels.torch.sequence import refuse_scaled_cache, write
 @ops.kv_write.kernel(
     "torch", layout="paged", refuses=refuse_scaled_cache
 )  # registered first, and therefore preferred
-def kv_write(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
     return write(k, v, k_cache, v_cache, slots)
 
 
@@ -37,9 +29,7 @@ def rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    rope_style: str = "neox",
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     token = write(ops.rope.reference(k, cos, sin, rope_style), v, k_cache, v_cache, slots)
     return ops.rope.reference(q, cos, sin, rope_style), token
@@ -61,10 +51,8 @@ def qk_norm_rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    norm_style: str = "after",
-    rope_style: str = "neox",
+    norm_style: str,
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     q, k = ops.qk_norm_rope.reference(
         q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style

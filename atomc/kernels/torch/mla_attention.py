@@ -39,10 +39,8 @@ def mla_attention(
     latent: Tensor,
     k_rope: Tensor,
     weight: Tensor,
-    kv: Tensor | None = None,
-    *,
     scale: float,
-    chosen: Tensor | None = None,
+    chosen: Tensor | None,
 ) -> Tensor:
     heads, nope = q_nope.shape[-2:]
     both = F.linear(latent, weight).view(*latent.shape[:-1], heads, weight.shape[0] // heads)
@@ -60,12 +58,10 @@ def mla_absorbed_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     latent: int,
     scale: float,
-    chosen: Tensor | None = None,
+    chosen: Tensor | None,
 ) -> Tensor:
     rows = as_heads(q)
     out = q.new_zeros((*rows.shape[:-1], latent))
@@ -82,9 +78,7 @@ def mla_absorbed_attention(
     return with_lead(out, q)
 
 
-def refuse_mla_paged_attention(
-    platform: Platform, chosen: Tensor | None, **_: object
-) -> Refusal | None:
+def refuse_mla_paged_attention(platform: Platform, chosen: Tensor | None) -> Refusal | None:
     return not_a_cpu(platform) or unsupported(
         "a kernel that computes keys and values", chosen=chosen
     )
@@ -104,11 +98,8 @@ def mla_paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     scale: float,
-    chosen: Tensor | None = None,
 ) -> Tensor:
     rows = as_heads(q)
     heads, latent = q.shape[-2], weight.shape[-1]

@@ -18,8 +18,7 @@ def scaled_linear_fp8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     total = multiply(x, weight.shape[0], lambda a, b: fp8_values(weight[a:b]))
@@ -34,10 +33,9 @@ def scaled_linear_fp8_block(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-    block: int = 128,
+    block: int,
 ) -> Tensor:
     columns = weight.shape[1]
     by_column = weight_scale.repeat_interleave(block, 1)[:, :columns]

@@ -16,7 +16,7 @@ from atomc.platform import Platform
 
 
 def refuse_scaled_cache(
-    platform: Platform, k_scale: Tensor | None, v_scale: Tensor | None, **_: object
+    platform: Platform, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> Refusal | None:
     """For kernels on a CPU that read or write caches without scales."""
     if reason := not_a_cpu(platform):
@@ -26,12 +26,7 @@ def refuse_scaled_cache(
 
 
 def refuse_paged_attention(
-    platform: Platform,
-    q: Tensor,
-    k_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    **_: object,
+    platform: Platform, q: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> Refusal | None:
     if q.dtype != k_cache.dtype:
         return Refusal(

@@ -55,8 +55,6 @@ def ssm_scan(
     c: Tensor,
     d: Tensor,
     dt_bias: Tensor,
-    state: Tensor | None = None,
-    *,
     dt_min: float,
     dt_max: float | None,
 ) -> Tensor:
@@ -81,7 +79,6 @@ def ssm_scan_update(
     query_start: Tensor,
     seq_lens: Tensor,
     state_slots: Tensor,
-    *,
     dt_min: float,
     dt_max: float | None,
 ) -> Tensor:

@@ -11,9 +11,7 @@ from atomc import ops
 
 
 @ops.varlen_attention.kernel("torch", syncs=True)
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float
-) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float) -> Tensor:
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     for start, end in pairwise(query_start.tolist()):

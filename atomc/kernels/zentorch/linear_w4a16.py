@@ -56,6 +56,19 @@ PREPARE: dict[str | tuple[str, ...], Callable[..., Prepared]] = {
 }
 
 
+def multiply(
+    x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor, Tensor], bias: Tensor | None
+) -> Tensor:
+    """linear_w4a16 of prepared weights."""
+    if x.numel() == 0:
+        return x.new_empty((*x.shape[:-1], weight[0].shape[0]))
+    scale, zero = weight_scale
+    rows = as_rows(x)
+    # The order of codes is that of atomc; it takes words as [K/8, N].
+    out: Tensor = function("zentorch_woq_linear")(rows, weight[0].t(), scale, zero, bias)
+    return with_lead(out, x)
+
+
 @ops.linear_w4a16.kernel(
     "zentorch",
     tokens=ops.Tokens(FEWEST_ROWS),
@@ -64,18 +77,6 @@ PREPARE: dict[str | tuple[str, ...], Callable[..., Prepared]] = {
     keeps_original=True,
 )
 def linear_w4a16(
-    x: Tensor,
-    weight: tuple[Tensor],
-    weight_scale: tuple[Tensor, Tensor],
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    group: int,
+    x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor, Tensor], bias: Tensor | None
 ) -> Tensor:
-    if x.numel() == 0:
-        return x.new_empty((*x.shape[:-1], weight[0].shape[0]))
-    scale, zero = weight_scale
-    rows = as_rows(x)
-    # The order of codes is that of atomc; it takes words as [K/8, N].
-    out: Tensor = function("zentorch_woq_linear")(rows, weight[0].t(), scale, zero, bias)
-    return with_lead(out, x)
+    return multiply(x, weight, weight_scale, bias)

@@ -19,7 +19,6 @@ def _refuse_slower(
     weight_scale: Tensor,
     zeros: Tensor | None,
     group: int,
-    **_: object,
 ) -> Refusal | None:
     if "zentorch" in platform.asked or refuse_int4pack(
         platform, x, weight, weight_scale, zeros, group
@@ -37,12 +36,6 @@ def _refuse_slower(
     keeps_original=True,
 )
 def linear_w4a16(
-    x: Tensor,
-    weight: tuple[Tensor],
-    weight_scale: tuple[Tensor, Tensor],
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    group: int,
+    x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor, Tensor], bias: Tensor | None
 ) -> Tensor:
-    return for_many.linear_w4a16(x, weight, weight_scale, zeros, bias, group=group)
+    return for_many.multiply(x, weight, weight_scale, bias)

@@ -23,7 +23,7 @@ def _scales(weight_scale: Tensor) -> Prepared:
     )
 
 
-def _refuse_cpu(platform: Platform, out_dtype: torch.dtype, **_: object) -> Refusal | None:
+def _refuse_cpu(platform: Platform, out_dtype: torch.dtype) -> Refusal | None:
     return unfit(platform, "int8", needs_bf16=out_dtype != torch.float32)
 
 
@@ -38,8 +38,7 @@ def scaled_linear_int8(
     weight: tuple[Tensor],
     x_scale: Tensor,
     weight_scale: tuple[Tensor, Tensor, Tensor, Tensor],
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     scale, one, zero, zeros = weight_scale

@@ -28,7 +28,6 @@ def _refuse(
     causal: bool,
     window: int,
     softcap: float,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, flash_attn_func)
@@ -61,19 +60,7 @@ def single_key(window: int) -> Refusal | None:
 
 
 @ops.attention.kernel("aiter", refuses=_refuse)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor | None = None,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int) -> Tensor:
     if not q.numel() or not k.numel():
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     q4, k4, v4 = (x if x.dim() == 4 else x.unsqueeze(0) for x in (q, k, v))

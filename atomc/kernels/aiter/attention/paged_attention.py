@@ -36,7 +36,6 @@ def _refuse(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     window: int,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, flash_attn_varlen_func)
@@ -58,14 +57,9 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
     scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     rows = as_heads(q)
     room = block_tables.numel() * k_cache.shape[1]

@@ -33,7 +33,6 @@ def _refuse(
     scale: float,
     window: int,
     softcap: float,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, pa_fwd_asm)
@@ -67,14 +66,7 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
     scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
 ) -> Tensor:
     rows = as_heads(q)
     if rows.numel() and rows.shape[0] == seq_lens.shape[0]:

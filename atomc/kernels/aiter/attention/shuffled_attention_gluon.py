@@ -24,13 +24,7 @@ get_recommended_splits = Function("get_recommended_splits", PLACE)
 MOST_SHARING = 64  # query heads that share a key head
 
 
-def _refuse(
-    platform: Platform,
-    q: Tensor,
-    k_cache: Tensor,
-    softcap: float,
-    **_: object,
-) -> Refusal | None:
+def _refuse(platform: Platform, q: Tensor, k_cache: Tensor, softcap: float) -> Refusal | None:
     return (
         unfit(platform, pa_decode_gluon, get_recommended_splits)
         or too_wide(q.shape[-2] // k_cache.shape[2], MOST_SHARING, "groups of heads")
@@ -48,14 +42,9 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
+    sinks: Tensor | None,
     scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    window: int,
 ) -> Tensor:
     rows = as_heads(q)
     if rows.numel() and rows.shape[0] == seq_lens.shape[0]:

@@ -35,15 +35,7 @@ def refuse_kv_write(
 
 
 @ops.kv_write.kernel("aiter", layout="shuffled", refuses=refuse_kv_write)
-def kv_write(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
     if k.numel():
         reshape_and_cache(k, v, *shuffled_views(k_cache, v_cache), slots, "auto", asm_layout=True)
     return k.new_empty((0,))

@@ -44,7 +44,6 @@ def _refuse(
     v_scale: Tensor | None,
     norm_style: str,
     rope_style: str,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, fused_qk_norm_rope_cache_quant_shuffle)
@@ -94,10 +93,7 @@ def qk_norm_rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    norm_style: str = "after",
-    rope_style: str = "neox",
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
     if q.numel():

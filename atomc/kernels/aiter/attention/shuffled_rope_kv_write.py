@@ -53,9 +53,7 @@ def rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    rope_style: str = "neox",
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     caches = shuffled_views(k_cache, v_cache)
     return written(q, k, v, cos, sin, *caches, slots, rope_style, flash_layout=False)

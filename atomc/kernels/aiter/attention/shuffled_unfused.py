@@ -44,9 +44,7 @@ def rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    rope_style: str = "neox",
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     rotated = rope(k, cos, sin, rope_style).contiguous()
     token = kv_write(rotated, v, k_cache, v_cache, slots)
@@ -99,10 +97,8 @@ def qk_norm_rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    norm_style: str = "after",
-    rope_style: str = "neox",
+    norm_style: str,
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     q = rms_norm(q, q_weight, eps, norm_style)
     k = rms_norm(k, k_weight, eps, norm_style)

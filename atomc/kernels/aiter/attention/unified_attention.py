@@ -36,7 +36,6 @@ def unattended(
     v_cache: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-    **_: object,
 ) -> Refusal | None:
     """Why `attended` does not serve these."""
     codes = k_cache.dtype.itemsize == 1
@@ -66,7 +65,6 @@ def unattended_shuffled(
     v_cache: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-    **_: object,
 ) -> Refusal | None:
     """Why `attended` does not serve these in the shuffled layout, which has no codes."""
     if reason := unfit(platform, shuffled_attention):

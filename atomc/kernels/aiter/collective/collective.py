@@ -49,19 +49,14 @@ def _refuse_all_reduce(platform: Platform, x: Tensor, process_group: str) -> Ref
 
 
 @ops.all_reduce.kernel("aiter", refuses=_refuse_all_reduce)
-def all_reduce(x: Tensor, process_group: str) -> Tensor:
+def all_reduce(x: Tensor) -> Tensor:
     own = x.contiguous()
     out: Tensor = tensor_model_parallel_all_reduce(own)
     return out.clone() if out is own else out  # the sum of one process is what it was given
 
 
 def refuse_allreduce_add_rms_norm(
-    platform: Platform,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    process_group: str,
-    **_: object,
+    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, process_group: str
 ) -> Refusal | None:
     return (
         unfit(platform, get_tp_group, tensor_model_parallel_fused_allreduce_rmsnorm)
@@ -73,12 +68,7 @@ def refuse_allreduce_add_rms_norm(
 
 @ops.allreduce_add_rms_norm.kernel("aiter", refuses=refuse_allreduce_add_rms_norm, rounds="once")
 def allreduce_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    style: str = "after",
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str
 ) -> tuple[Tensor, Tensor]:
     out, total = tensor_model_parallel_fused_allreduce_rmsnorm(
         x.contiguous(), residual.contiguous(), weight, eps, gemma_norm=style == "one_plus"

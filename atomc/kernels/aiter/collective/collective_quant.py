@@ -24,7 +24,6 @@ def _refuse_quantizer(
     dtype: torch.dtype,
     group: int,
     rounding: str,
-    **_: object,
 ) -> Refusal | None:
     if scheme == "fp8_static" and scale is not None:
         return quant.refuse_static(platform, x, dtype)
@@ -50,15 +49,14 @@ def allreduce_add_rms_norm_quant(
     weight: Tensor,
     eps: float,
     process_group: str,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
+    scale: Tensor | None,
+    style: str,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
+    rounding: str,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y, total = allreduce_add_rms_norm(x, residual, weight, eps, process_group, style)
     if scheme == "fp8_static":

@@ -102,7 +102,6 @@ def _refuse(
     activation: str,
     interleaved: bool,
     limit: float | None,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, fused_moe, QuantType, ActivationType)
@@ -125,14 +124,8 @@ def moe_experts(
     weights: Tensor,
     w13: tuple[Tensor, Tensor],
     w2: tuple[Tensor],
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    weight_on_input: bool = False,
+    activation: str,
+    weight_on_input: bool,
 ) -> Tensor:
     if not x.shape[0]:
         return torch.empty_like(x)
@@ -157,7 +150,6 @@ def _refuse_fp8(
     activation: str,
     interleaved: bool,
     limit: float | None,
-    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, fused_moe, QuantType, ActivationType):
         return reason
@@ -195,16 +187,9 @@ def moe_experts_fp8(
     w13_scale: Tensor,
     w2: tuple[Tensor],
     w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    act_scale: Tensor | None = None,
-    *,
+    act_scale: Tensor | None,
     out_dtype: torch.dtype,
-    block: int = 0,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    activation: str,
 ) -> Tensor:
     if not x.shape[0]:
         return torch.empty_like(x, dtype=out_dtype)

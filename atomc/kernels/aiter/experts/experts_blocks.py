@@ -48,7 +48,6 @@ def _refuse(
     activation: str,
     interleaved: bool,
     limit: float | None,
-    **_: object,
 ) -> Refusal | None:
     if not block:
         return Refusal("argument", "this kernel takes scales by blocks")
@@ -87,16 +86,8 @@ def moe_experts_fp8(
     w13_scale: Tensor,
     w2: tuple[Tensor],
     w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    act_scale: Tensor | None = None,
-    *,
     out_dtype: torch.dtype,
-    block: int = 0,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    activation: str,
 ) -> Tensor:
     (gate_up, is_expert), [down] = w13, w2
     if not x.shape[0]:

@@ -70,7 +70,6 @@ def _refuse(
     w2_scale: Tensor,
     x_scale: Tensor | None,
     out_dtype: torch.dtype,
-    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, moe_align_block_size_triton, fused_moe_mxfp4):
         return reason
@@ -100,15 +99,13 @@ def moe_experts_mxfp4(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    *,
+    b13: Tensor | None,
+    b2: Tensor | None,
     out_dtype: torch.dtype,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    activation: str,
+    interleaved: bool,
+    alpha: float,
+    limit: float | None,
 ) -> Tensor:
     if not x.shape[0]:
         return torch.empty_like(x)

@@ -95,13 +95,7 @@ def summed(results: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _refuse(
-    platform: Platform,
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    **_: object,
+    platform: Platform, x: Tensor, w13: Tensor, w2: Tensor, b13: Tensor | None, b2: Tensor | None
 ) -> Refusal | None:
     return (
         unfit(platform, moe_align_block_size_triton, fused_moe)
@@ -118,14 +112,11 @@ def moe_experts(
     weights: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    weight_on_input: bool = False,
+    activation: str,
+    interleaved: bool,
+    alpha: float,
+    limit: float | None,
+    weight_on_input: bool,
 ) -> Tensor:
     if not x.shape[0]:
         return torch.empty_like(x)
@@ -142,13 +133,7 @@ def _pairs(zeros: Tensor) -> Prepared:
 
 
 def _refuse_int4(
-    platform: Platform,
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    **_: object,
+    platform: Platform, x: Tensor, w13: Tensor, w2: Tensor, b13: Tensor | None, b2: Tensor | None
 ) -> Refusal | None:
     if w13.shape[1] % 2 or w2.shape[1] % 2:
         return Refusal("shape", "AITER's kernel takes the zeros of two outputs at a time")
@@ -172,16 +157,13 @@ def moe_experts_w4a16(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    w13_zeros: tuple[Tensor] | None = None,
-    w2_zeros: tuple[Tensor] | None = None,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
+    w13_zeros: tuple[Tensor] | None,
+    w2_zeros: tuple[Tensor] | None,
     group: int,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    activation: str,
+    interleaved: bool,
+    alpha: float,
+    limit: float | None,
 ) -> Tensor:
     if not x.shape[0]:
         return torch.empty_like(x)

@@ -92,7 +92,6 @@ def _refuse(
     eps: float,
     min_sum: float,
     scale: float,
-    **_: object,
 ) -> Refusal | None:
     function = _function(bias, score, groups, group_score, scale)
     if isinstance(function, Refusal):
@@ -114,18 +113,15 @@ def _refuse(
 @ops.topk_route.kernel("aiter", refuses=_refuse)
 def topk_route(
     logits: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     k: int,
-    score: str = "softmax",
-    groups: int = 1,
-    topk_groups: int = 1,
-    group_score: str = "max",
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
+    score: str,
+    groups: int,
+    topk_groups: int,
+    group_score: str,
+    renormalize: bool,
+    scale: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     flat = as_rows(logits)
     weights = flat.new_empty((flat.shape[0], k), dtype=torch.float32)

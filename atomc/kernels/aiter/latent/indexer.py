@@ -75,7 +75,6 @@ def refuse_paged_index_topk(
     index_cache: Tensor,
     block_tables: Tensor,
     topk: int,
-    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, deepgemm_fp8_paged_mqa_logits, top_k_per_row_decode):
         return reason
@@ -101,8 +100,6 @@ def paged_index_topk(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    *,
     topk: int,
 ) -> Tensor:
     rows = as_heads(q).contiguous()

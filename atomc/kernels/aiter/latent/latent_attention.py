@@ -118,9 +118,7 @@ def schedule(
     )
 
 
-def _constants(
-    q: Tensor, kv_cache: Tensor, **_: object
-) -> tuple[int, int, torch.dtype, torch.dtype]:
+def _constants(q: Tensor, kv_cache: Tensor) -> tuple[int, int, torch.dtype, torch.dtype]:
     block_size = kv_cache.shape[1]
     if not isinstance(block_size, int):  # where a graph leaves it open it is the layout's
         block_size = LAYOUTS["paged"].block_size
@@ -132,12 +130,7 @@ def _padded(heads: int) -> int:
 
 
 def _refuse(
-    platform: Platform,
-    q: Tensor,
-    kv_cache: Tensor,
-    kv_scale: Tensor | None,
-    latent: int,
-    **_: object,
+    platform: Platform, q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, latent: int
 ) -> Refusal | None:
     return (
         unfit(
@@ -210,12 +203,9 @@ def mla_absorbed_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     latent: int,
     scale: float,
-    chosen: Tensor | None = None,
     shared: tuple[Tensor, ...],
 ) -> Tensor:
     rows = as_heads(q)

@@ -22,12 +22,9 @@ def mla_absorbed_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     latent: int,
     scale: float,
-    chosen: Tensor | None = None,
 ) -> Tensor:
     return attended_latents(
         q, kv_cache, query_start, seq_lens, block_tables, kv_scale, latent, scale

@@ -128,7 +128,7 @@ def _refuse_mla_kv_write(
 
 @ops.mla_kv_write.kernel("aiter", layout="paged", refuses=_refuse_mla_kv_write)
 def mla_kv_write(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None
 ) -> Tensor:
     write_tokens(unbatched(kv_c, 2), unbatched(k_pe, 3), kv_cache, slots, scale)
     return kv_c.new_empty((0,))
@@ -235,8 +235,7 @@ def mla_rope_kv_write(
     sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
-    rope_style: str = "neox",
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     out = write_queries(rows, kv_cache, slots)

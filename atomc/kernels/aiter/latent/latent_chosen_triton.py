@@ -26,7 +26,7 @@ HEADS = 16
 
 
 def _refuse(
-    platform: Platform, q: Tensor, kv_cache: Tensor, latent: int, chosen: Tensor | None, **_: object
+    platform: Platform, q: Tensor, kv_cache: Tensor, latent: int, chosen: Tensor | None
 ) -> Refusal | None:
     if chosen is None:
         return Refusal("argument", "AITER's kernel for chosen keys, and none are chosen")
@@ -44,12 +44,9 @@ def mla_absorbed_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
     latent: int,
     scale: float,
-    chosen: Tensor | None = None,
+    chosen: Tensor | None,
 ) -> Tensor:
     assert chosen is not None
     rows, by_row = as_heads(q), chosen.flatten(0, -2)

@@ -60,7 +60,6 @@ def _refuse_mla_attention(
     latent: Tensor,
     k_rope: Tensor,
     weight: Tensor,
-    **_: object,
 ) -> Refusal | None:
     heads, nope = q_nope.shape[-2:]
     return (
@@ -73,15 +72,7 @@ def _refuse_mla_attention(
 
 @ops.mla_attention.kernel("aiter", refuses=first_refusal(refuse_chosen, _refuse_mla_attention))
 def mla_attention(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    weight: Tensor,
-    kv: Tensor | None = None,
-    *,
-    scale: float,
-    chosen: Tensor | None = None,
+    q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, scale: float
 ) -> Tensor:
     heads, nope = q_nope.shape[-2:]
     value = weight.shape[0] // heads - nope
@@ -102,12 +93,7 @@ def mla_attention(
 
 
 def _refuse_mla_paged_attention(
-    platform: Platform,
-    q: Tensor,
-    weight: Tensor,
-    kv_cache: Tensor,
-    kv_scale: Tensor | None,
-    **_: object,
+    platform: Platform, q: Tensor, weight: Tensor, kv_cache: Tensor, kv_scale: Tensor | None
 ) -> Refusal | None:
     heads, width = q.shape[-2:]
     nope = width - (kv_cache.shape[-1] - weight.shape[-1])
@@ -134,11 +120,8 @@ def mla_paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     scale: float,
-    chosen: Tensor | None = None,
 ) -> Tensor:
     rows = as_heads(q)
     room = block_tables.numel() * kv_cache.shape[1]

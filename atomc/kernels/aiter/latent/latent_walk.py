@@ -31,17 +31,12 @@ LEAST = 16
 PARTS = 8
 
 
-def refuse_chosen(platform: Platform, chosen: Tensor | None, **_: object) -> Refusal | None:
+def refuse_chosen(platform: Platform, chosen: Tensor | None) -> Refusal | None:
     return unsupported("AITER's attention over all keys", chosen=chosen)
 
 
 def unattended_latents(
-    platform: Platform,
-    q: Tensor,
-    kv_cache: Tensor,
-    kv_scale: Tensor | None,
-    latent: int,
-    **_: object,
+    platform: Platform, q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, latent: int
 ) -> Refusal | None:
     """Why `attended_latents` does not serve these."""
     if reason := unfit(platform, mla_decode_fwd, mla_prefill_fwd, decode_attention_fwd) or unlike(

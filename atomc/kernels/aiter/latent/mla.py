@@ -67,7 +67,6 @@ def _refuse_mla_rope_kv_write(
     kv_cache: Tensor,
     scale: Tensor | None,
     rope_style: str,
-    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, fused_qk_rope_cat_and_cache_mla):
         return reason
@@ -85,8 +84,7 @@ def mla_rope_kv_write(
     sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
-    rope_style: str = "neox",
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     out = q_nope.new_empty((*rows.q_nope.shape[:-1], q_nope.shape[-1] + q_pe.shape[-1]))
@@ -133,7 +131,6 @@ def _refuse_bmm_rope_kv_write(
     group: int,
     dtype: torch.dtype,
     rounding: str,
-    **_: object,
 ) -> Refusal | None:
     if scheme not in ("fp8", "mxfp4"):
         return Refusal("argument", f"AITER has no product by head in {scheme}")
@@ -165,13 +162,9 @@ def bmm_rope_kv_write(
     sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
-    *,
     scheme: str,
-    rope_style: str = "neox",
-    group: int = 128,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    rounding: str = "even",
+    rope_style: str,
+    group: int,
 ) -> tuple[Tensor, Tensor]:
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     shape = (*q_nope.shape[:-1], weight.shape[1] + q_pe.shape[-1])

@@ -74,8 +74,8 @@ def mla_rope_kv_write(
     sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
-    rope_style: str = "neox",
+    scale: Tensor | None,
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     q_rotated, k_rotated = (rope(x, rows.cos, rows.sin, rows.style) for x in (rows.q_pe, rows.k_pe))
@@ -101,7 +101,6 @@ def _refuse_bmm_rope_kv_write(
     group: int,
     dtype: torch.dtype,
     rounding: str,
-    **_: object,
 ) -> Refusal | None:
     if scheme not in ("fp8", "mxfp4"):
         return Refusal("argument", f"AITER has no product by head in {scheme}")
@@ -133,13 +132,9 @@ def bmm_rope_kv_write(
     sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
-    *,
     scheme: str,
-    rope_style: str = "neox",
-    group: int = 128,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    rounding: str = "even",
+    rope_style: str,
+    group: int,
 ) -> tuple[Tensor, Tensor]:
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     latent = _multiplied(rows.q_nope, weight, weight_scale, scheme, group)

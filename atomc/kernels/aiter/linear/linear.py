@@ -23,7 +23,7 @@ def _refuse(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 @ops.linear.kernel("aiter", refuses=_refuse)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not x.numel():
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
     return with_lead(gemm_a16w16(as_rows(x), weight, bias=bias), x)

@@ -78,13 +78,7 @@ def split_cat(
 
 
 def _refuse(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    k_pe: Tensor,
-    scheme: str,
-    out_dtype: torch.dtype,
-    **_: object,
+    platform: Platform, x: Tensor, weight: Tensor, k_pe: Tensor, scheme: str, out_dtype: torch.dtype
 ) -> Refusal | None:
     if scheme != "fp8_block":
         return Refusal("argument", f"AITER's kernel multiplies in fp8 by blocks, not in {scheme}")
@@ -104,9 +98,7 @@ def linear_split_cat(
     x_scale: Tensor,
     weight_scale: Tensor,
     k_pe: Tensor,
-    *,
     nope: int,
-    scheme: str,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     [tiles] = weight

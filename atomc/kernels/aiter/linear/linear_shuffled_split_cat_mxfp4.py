@@ -43,12 +43,7 @@ def _tile_rows(scales: Tensor) -> Tensor:
 
 
 def _refuse(
-    platform: Platform,
-    weight: Tensor,
-    k_pe: Tensor,
-    scheme: str,
-    out_dtype: torch.dtype,
-    **_: object,
+    platform: Platform, weight: Tensor, k_pe: Tensor, scheme: str, out_dtype: torch.dtype
 ) -> Refusal | None:
     if scheme != "mxfp4":
         return Refusal("argument", f"AITER's kernel multiplies in MXFP4, not in {scheme}")
@@ -77,9 +72,7 @@ def linear_split_cat(
     x_scale: Tensor,
     weight_scale: tuple[Tensor],
     k_pe: Tensor,
-    *,
     nope: int,
-    scheme: str,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     [tiles], [scale_tiles] = weight, weight_scale

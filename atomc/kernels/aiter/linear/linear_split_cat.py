@@ -27,13 +27,7 @@ FUNCTIONS = {
 
 
 def _refuse(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    k_pe: Tensor,
-    scheme: str,
-    out_dtype: torch.dtype,
-    **_: object,
+    platform: Platform, x: Tensor, weight: Tensor, k_pe: Tensor, scheme: str, out_dtype: torch.dtype
 ) -> Refusal | None:
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER splits no product in {scheme}")
@@ -67,7 +61,6 @@ def linear_split_cat(
     x_scale: Tensor,
     weight_scale: Tensor,
     k_pe: Tensor,
-    *,
     nope: int,
     scheme: str,
     out_dtype: torch.dtype,

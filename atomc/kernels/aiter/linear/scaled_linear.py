@@ -71,13 +71,7 @@ def _refuse_fp8_tensor(
 
 @ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse_fp8_tensor)
 def scaled_linear_fp8(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     if not x.numel():
         return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
@@ -115,14 +109,7 @@ def _refuse_blocks(
 
 @ops.scaled_linear_fp8_block.kernel("aiter", refuses=_refuse_blocks)
 def scaled_linear_fp8_block(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    block: int = 128,
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     x, x_scale = x.contiguous(), dense_rows(x_scale)
     return product_of_rows(gemm_a8w8_blockscale, x, weight, x_scale, weight_scale, dtype=out_dtype)
@@ -135,7 +122,6 @@ def _refuse_int8(
     weight_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, gemm_a8w8)
@@ -146,13 +132,7 @@ def _refuse_int8(
 
 @ops.scaled_linear_int8.kernel("aiter", refuses=_refuse_int8)
 def scaled_linear_int8(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     x, x_scale = x.contiguous(), dense_rows(x_scale)
     return product_of_rows(gemm_a8w8, x, weight, x_scale, weight_scale, dtype=out_dtype)
@@ -171,7 +151,6 @@ def _refuse_mxfp4(
     x_scale: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, gemm_a4w4)
@@ -191,9 +170,7 @@ def linear_mxfp4(
     x: Tensor,
     weight: tuple[Tensor],
     weight_scale: tuple[Tensor],
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    x_scale: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     [tiles], [scale_tiles] = weight, weight_scale

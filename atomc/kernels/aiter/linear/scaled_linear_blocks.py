@@ -53,14 +53,7 @@ def _refuse(
 
 @ops.scaled_linear_fp8_block.kernel("aiter", refuses=_refuse, prepare={"weight": relaid_weight})
 def scaled_linear_fp8_block(
-    x: Tensor,
-    weight: tuple[Tensor],
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    block: int = 128,
+    x: Tensor, weight: tuple[Tensor], x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     [tiles] = weight
     return product_of_rows(

@@ -56,13 +56,7 @@ def _refuse(
 
 @ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse, prepare={"weight": relaid_weight})
 def scaled_linear_fp8(
-    x: Tensor,
-    weight: tuple[Tensor],
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
+    x: Tensor, weight: tuple[Tensor], x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     [tiles] = weight
     x, x_scale = x.contiguous(), dense_rows(x_scale)

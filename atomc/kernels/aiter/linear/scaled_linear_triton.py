@@ -58,7 +58,6 @@ def _refuse_fp8(
     x_scale: Tensor,
     weight_scale: Tensor,
     out_dtype: torch.dtype,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, triton_gemm_a8w8)
@@ -86,15 +85,14 @@ def scaled_linear_fp8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     return _multiplied(x, weight, x_scale, weight_scale, bias, out_dtype)
 
 
 def _refuse_int8(
-    platform: Platform, x: Tensor, weight: Tensor, out_dtype: torch.dtype, **_: object
+    platform: Platform, x: Tensor, weight: Tensor, out_dtype: torch.dtype
 ) -> Refusal | None:
     return unfit(platform, triton_gemm_a8w8) or _unmultiplied(x, weight, out_dtype)
 
@@ -105,8 +103,7 @@ def scaled_linear_int8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     return _multiplied(x, weight, x_scale, weight_scale, bias, out_dtype)
@@ -119,7 +116,6 @@ def _refuse_blocks(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     block: int,
-    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, triton_gemm_a8w8_blockscale) or foreign_fp8(
         platform, weight.dtype
@@ -138,14 +134,7 @@ def _refuse_blocks(
 
 @ops.scaled_linear_fp8_block.kernel("aiter", refuses=_refuse_blocks)
 def scaled_linear_fp8_block(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    block: int = 128,
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     return product_of_rows(
         triton_gemm_a8w8_blockscale, x, weight, as_rows(x_scale), weight_scale, dtype=out_dtype
@@ -159,7 +148,6 @@ def _refuse_mxfp4(
     x_scale: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    **_: object,
 ) -> Refusal | None:
     if (
         reason := unfit(platform, triton_gemm_afp4wfp4)
@@ -179,13 +167,7 @@ def _refuse_mxfp4(
 
 @ops.linear_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)
 def linear_mxfp4(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
+    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     assert x_scale is not None
     return product_of_rows(

@@ -59,5 +59,5 @@ def _refuse_gelu_and_mul(
 
 
 @ops.gelu_and_mul.kernel("aiter", refuses=_refuse_gelu_and_mul, rounds="once")
-def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
     return _gated(GELUS[approximate], gate, up)

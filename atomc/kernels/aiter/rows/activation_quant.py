@@ -56,7 +56,6 @@ def _refuse(
     group: int,
     column_major: bool,
     rounding: str,
-    **_: object,
 ) -> Refusal | None:
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER has no activation that quantizes as {scheme}")
@@ -78,13 +77,12 @@ def _refuse(
 def silu_and_mul_quant(
     gate: Tensor,
     up: Tensor,
-    scale: Tensor | None = None,
-    *,
+    scale: Tensor | None,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
+    rounding: str,
 ) -> tuple[Tensor, Tensor]:
     if not gate.numel():
         return ops.silu_and_mul_quant.reference(

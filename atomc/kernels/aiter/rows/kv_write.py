@@ -101,15 +101,7 @@ def _unequal_blocks(k_cache: Tensor, v_cache: Tensor) -> Refusal | None:
 
 
 @ops.kv_write.kernel("aiter", layout="paged", refuses=_refuse)
-def kv_write(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
     if k.numel():
         one = k.new_ones(1, dtype=torch.float32)  # read by the kernel, also where it scales nothing
         reshape_and_cache_flash(k, v, k_cache, v_cache, slots, "auto", one, one)

@@ -24,12 +24,7 @@ STORED_COLUMNS = 2
 
 
 def refuse_rms_norm(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    style: str,
-    residual: Tensor | None = None,
-    **_: object,
+    platform: Platform, x: Tensor, weight: Tensor, style: str, residual: Tensor | None = None
 ) -> Refusal | None:
     function = rmsnorm if style == "one_plus" else rmsnorm2d_fwd
     return (
@@ -73,7 +68,7 @@ def normed_sum(
 
 
 @ops.rms_norm.kernel("aiter", refuses=refuse_rms_norm, rounds="once")
-def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
     if style != "one_plus" or not x.numel():
         return normed_rows(rmsnorm2d_fwd, x, weight, eps)
     flat = dense_rows(x)
@@ -84,7 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
 
 @ops.add_rms_norm.kernel("aiter", refuses=refuse_rms_norm, rounds="once")
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str
 ) -> tuple[Tensor, Tensor]:
     gemma = style == "one_plus"
     return normed_sum(rmsnorm2d_fwd_with_add, x, residual, weight, eps, gemma_norm=gemma)
@@ -102,7 +97,6 @@ def _refuse_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None = None,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, layernorm2d_fwd if residual is None else layernorm2d_fwd_with_add)

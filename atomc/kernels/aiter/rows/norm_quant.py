@@ -52,7 +52,6 @@ def _refuse(
     rounding: str,
     keep: bool,
     residual: Tensor | None = None,
-    **_: object,
 ) -> Refusal | None:
     if reason := (
         unfit(platform, rmsnorm_quant if residual is None else add_rmsnorm_quant)
@@ -162,15 +161,11 @@ def rms_norm_quant(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
+    style: str,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes, scales, _ = _quantized(x, None, weight, eps, style, scheme, dtype, group, column_major)
     return codes, scales, x.new_empty(0)
@@ -182,15 +177,11 @@ def add_rms_norm_quant(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
+    style: str,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     results = _quantized(x, residual, weight, eps, style, scheme, dtype, group, column_major)
     return *results, x.new_empty(0)

@@ -51,7 +51,6 @@ def _refuse(
     group: int,
     rounding: str,
     residual: Tensor | None = None,
-    **_: object,
 ) -> Refusal | None:
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER has no Triton norm that quantizes as {scheme}")
@@ -133,15 +132,13 @@ def rms_norm_quant(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
+    scale: Tensor | None,
+    style: str,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes, scales, _, norm = _quantized(
         x, None, weight, eps, scale, style, scheme, dtype, group, column_major, keep
@@ -155,15 +152,13 @@ def add_rms_norm_quant(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
+    scale: Tensor | None,
+    style: str,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _quantized(
         x, residual, weight, eps, scale, style, scheme, dtype, group, column_major, keep

@@ -94,7 +94,6 @@ def _refuse(
     v_scale: Tensor | None,
     norm_style: str,
     rope_style: str,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, fused_qkv_split_qk_norm_rope_cache)
@@ -134,10 +133,8 @@ def qk_norm_rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    norm_style: str = "after",
-    rope_style: str = "neox",
+    norm_style: str,
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     if not q.numel():
         return q.new_empty(q.shape), q.new_empty((0,))

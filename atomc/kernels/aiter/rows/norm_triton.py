@@ -55,26 +55,19 @@ def unreadable(
 
 
 def _refuse_rms_norm(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    style: str,
-    residual: Tensor | None = None,
-    **_: object,
+    platform: Platform, x: Tensor, weight: Tensor, style: str, residual: Tensor | None = None
 ) -> Refusal | None:
     function = triton_rms_norm if residual is None else fused_add_rmsnorm_pad
     return unfit(platform, function) or unreadable(x, residual, weight, style)
 
 
 @ops.rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
-def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed_rows(triton_rms_norm, x, weight, eps)
 
 
 @ops.add_rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return torch.empty_like(x), torch.empty_like(x)
     out, total = fused_add_rmsnorm_pad(as_rows(x), weight, eps, as_rows(residual))
@@ -83,7 +76,7 @@ def add_rms_norm(
 
 @ops.add_rms_norm_pad.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
 def add_rms_norm_pad(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1] + columns
     if not x.numel():
@@ -101,7 +94,6 @@ def _refuse_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None = None,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, triton_layer_norm if residual is None else triton_layer_norm_with_add)

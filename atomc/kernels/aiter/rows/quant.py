@@ -34,7 +34,7 @@ def _rows_of_halves(x: Tensor) -> Refusal | None:
     return unlike(HALVES, x=x) or uneven(x.shape[-1], STORED_CODES)
 
 
-def refuse_static(platform: Platform, x: Tensor, dtype: torch.dtype, **_: object) -> Refusal | None:
+def refuse_static(platform: Platform, x: Tensor, dtype: torch.dtype) -> Refusal | None:
     return (
         unfit(platform, static_per_tensor_quant)
         or foreign_fp8(platform, dtype)
@@ -43,7 +43,7 @@ def refuse_static(platform: Platform, x: Tensor, dtype: torch.dtype, **_: object
 
 
 @ops.quant_fp8_static.kernel("aiter", refuses=refuse_static)
-def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     flat = dense_rows(x)
     codes = torch.empty_like(flat, dtype=dtype)
     if x.numel():
@@ -60,9 +60,7 @@ def refuse_per_token(platform: Platform, x: Tensor, dtype: torch.dtype) -> Refus
 
 
 @ops.quant_fp8_per_token.kernel("aiter", refuses=refuse_per_token)
-def quant_fp8_per_token(
-    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[Tensor, Tensor]:
+def quant_fp8_per_token(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     flat = dense_rows(x)
     codes = torch.empty_like(flat, dtype=dtype)
     scales = flat.new_empty((flat.shape[0], 1), dtype=torch.float32)
@@ -71,9 +69,7 @@ def quant_fp8_per_token(
     return codes.view(x.shape), with_lead(scales, x)
 
 
-def refuse_group(
-    platform: Platform, x: Tensor, group: int, dtype: torch.dtype, **_: object
-) -> Refusal | None:
+def refuse_group(platform: Platform, x: Tensor, group: int, dtype: torch.dtype) -> Refusal | None:
     if (
         reason := unfit(platform, dynamic_per_token_scaled_quant)
         or foreign_fp8(platform, dtype)
@@ -91,10 +87,7 @@ def refuse_group(
 
 @ops.quant_fp8_group.kernel("aiter", refuses=refuse_group)
 def quant_fp8_group(
-    x: Tensor,
-    group: int = 128,
-    column_major_scales: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    x: Tensor, group: int, column_major_scales: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     flat, groups = dense_rows(x), x.shape[-1] // group
     codes = torch.empty_like(flat, dtype=dtype)
@@ -123,7 +116,7 @@ def refuse_mxfp4(platform: Platform, x: Tensor, rounding: str) -> Refusal | None
 
 
 @ops.quant_mxfp4.kernel("aiter", refuses=refuse_mxfp4)
-def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
+def quant_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     flat = dense_rows(x)
     codes = flat.new_empty((flat.shape[0], flat.shape[1] // 2), dtype=torch.uint8)
     scales = flat.new_empty((flat.shape[0], flat.shape[1] // 32), dtype=torch.uint8)

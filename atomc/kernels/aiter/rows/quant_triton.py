@@ -45,9 +45,7 @@ def _refuse(
     return foreign_fp8(platform, dtype) if dtype is not None else None
 
 
-def _refuse_group(
-    platform: Platform, x: Tensor, group: int, dtype: torch.dtype, **_: object
-) -> Refusal | None:
+def _refuse_group(platform: Platform, x: Tensor, group: int, dtype: torch.dtype) -> Refusal | None:
     if reason := _refuse(platform, fused_flatten_fp8_group_quant, x, dtype):
         return reason
     if group & (group - 1) or x.shape[-1] % group:
@@ -61,10 +59,7 @@ def _refuse_group(
 
 @ops.quant_fp8_group.kernel("aiter", refuses=_refuse_group)
 def quant_fp8_group(
-    x: Tensor,
-    group: int = 128,
-    column_major_scales: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    x: Tensor, group: int, column_major_scales: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return ops.quant_fp8_group.reference(x, group, column_major_scales, dtype)
@@ -81,7 +76,7 @@ def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str) -> Refusal | Non
 
 
 @ops.quant_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)
-def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
+def quant_mxfp4(x: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return ops.quant_mxfp4.reference(x, rounding)
     codes, scales = dynamic_mxfp4_quant(as_rows(x))

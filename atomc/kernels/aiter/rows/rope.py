@@ -103,7 +103,7 @@ def refuse_rope(
 
 
 @ops.rope.kernel("aiter", refuses=refuse_rope, rounds="once")
-def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     out = empty_rotated(x, cos, style)
     if x.numel():
         dimension = table_dimension(x, cos)

@@ -34,7 +34,6 @@ def unrotatable_heads(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     rope_style: str,
-    **_: object,
 ) -> Refusal | None:
     """Why `written` does not serve these, whatever the layout of the caches."""
     return (
@@ -49,9 +48,7 @@ def unrotatable_heads(
     )
 
 
-def _refuse(
-    platform: Platform, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **_: object
-) -> Refusal | None:
+def _refuse(platform: Platform, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Refusal | None:
     return unpaged(k_cache, v_cache, slots)
 
 
@@ -67,9 +64,7 @@ def rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    rope_style: str = "neox",
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     return written(q, k, v, cos, sin, k_cache, v_cache, slots, rope_style, flash_layout=True)
 

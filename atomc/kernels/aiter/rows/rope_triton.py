@@ -35,7 +35,7 @@ def _refuse(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str)
 
 
 @ops.rope.kernel("aiter", refuses=_refuse, rounds="once")
-def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     out = empty_rotated(x, cos, style)
     if x.numel():
         dimension = table_dimension(x, cos)

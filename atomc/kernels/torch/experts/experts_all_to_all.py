@@ -13,13 +13,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def refuse_moe_experts_ep(
-    platform: Platform,
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    **_: object,
-) -> Refusal | None:
+def refuse_moe_experts_ep(platform: Platform, x: Tensor, w13: Tensor, w2: Tensor) -> Refusal | None:
     if platform.is_cpu:
         return unlike((torch.bfloat16, torch.float32), x=x, w13=w13, w2=w2)
     return refuse_moe_experts(platform, x, w13, w2)
@@ -33,16 +27,14 @@ def moe_experts_ep(
     places: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
+    b13: Tensor | None,
+    b2: Tensor | None,
     nowhere: int,
-    ranks: int,
     process_group: str,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    activation: str,
+    interleaved: bool,
+    alpha: float,
+    limit: float | None,
 ) -> Tensor:
     return sent_to_experts(
         Grouped(),

@@ -18,13 +18,7 @@ from atomc.platform import Platform
 ALIGNED = 8  # elements of bf16 in the 16 bytes to which strides must be aligned
 
 
-def refuse_moe_experts(
-    platform: Platform,
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    **_: object,
-) -> Refusal | None:
+def refuse_moe_experts(platform: Platform, x: Tensor, w13: Tensor, w2: Tensor) -> Refusal | None:
     if platform.is_cpu:
         return Refusal("slower", "on a CPU a loop over the experts is as fast")
     return (
@@ -51,14 +45,13 @@ def moe_experts(
     weights: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    weight_on_input: bool = False,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+    interleaved: bool,
+    alpha: float,
+    limit: float | None,
+    weight_on_input: bool,
 ) -> Tensor:
     def gate(h: Tensor) -> Tensor:
         return gated(h, activation, interleaved, alpha, limit)
