@@ -4,6 +4,8 @@
 It adds no biases: where there are some, products stay in fp32 until they are added.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,7 +20,7 @@ from atomc.kernels.aiter.experts.experts_triton import (
 )
 from atomc.kernels.aiter.library import Function, gapped, no_mxfp4, scattered, unfit
 from atomc.kernels.checks import unlike, wrong_result
-from atomc.ops.experts import gated
+from atomc.ops.experts import Gate, gated
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -102,15 +104,12 @@ def moe_experts_mxfp4(
     b13: Tensor | None,
     b2: Tensor | None,
     out_dtype: torch.dtype,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     if not x.shape[0]:
         return torch.empty_like(x)
     choices = Choices(ids, weights, len(w13))
     h = _product(choices, x, w13, w13_scale, b13).flatten(0, 1).to(out_dtype)
-    h = gated(h, activation, interleaved, alpha, limit)
+    h = gated(h, **gate)
     results = _product(choices, h, w2, w2_scale, b2).to(out_dtype)
     return summed(results * choices.weights.unsqueeze(-1), out_dtype)

@@ -3,6 +3,7 @@ compiled kernels refuse, and in int4.
 """
 
 import importlib
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from atomc import ops
 from atomc.kernels.aiter.experts.experts import numbered
 from atomc.kernels.aiter.library import Function, gapped, scattered, unfit
 from atomc.kernels.checks import unlike, unsupported
-from atomc.ops.experts import gated
+from atomc.ops.experts import Gate, gated
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
@@ -112,17 +113,14 @@ def moe_experts(
     weights: Tensor,
     w13: Tensor,
     w2: Tensor,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
     weight_on_input: bool,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     if not x.shape[0]:
         return torch.empty_like(x)
     choices = Choices(ids, weights, len(w13))
     h = choices.product(x, w13, weighted=weight_on_input).flatten(0, 1)
-    h = gated(h, activation, interleaved, alpha, limit)
+    h = gated(h, **gate)
     return summed(choices.product(h, w2, weighted=not weight_on_input), x.dtype)
 
 
@@ -160,10 +158,7 @@ def moe_experts_w4a16(
     w13_zeros: tuple[Tensor] | None,
     w2_zeros: tuple[Tensor] | None,
     group: int,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     if not x.shape[0]:
         return torch.empty_like(x)
@@ -171,6 +166,6 @@ def moe_experts_w4a16(
     [zeros2] = w2_zeros or (None,)
     choices = Choices(ids, weights, len(w13))
     h = choices.product(x, w13.view(torch.uint8), False, w13_scale, zeros13, group)
-    h = gated(h.flatten(0, 1), activation, interleaved, alpha, limit)
+    h = gated(h.flatten(0, 1), **gate)
     out = choices.product(h, w2.view(torch.uint8), True, w2_scale, zeros2, group)
     return summed(out, x.dtype)

@@ -5,13 +5,14 @@ T tokens, k choices of each, P = T * k pairs; pair p is choice p % k of token p 
 """
 
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.ops.experts import gated
+from atomc.ops.experts import Gate, gated
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -88,11 +89,8 @@ def moe_experts(
     w2: Tensor,
     b13: Tensor | None,
     b2: Tensor | None,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
     weight_on_input: bool,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     return one_by_one(
         ids,
@@ -100,6 +98,6 @@ def moe_experts(
         (weighted_input(x, weights) if weight_on_input else x,),
         F.linear,
         (w13, b13),
-        lambda h: (gated(h, activation, interleaved, alpha, limit),),
+        lambda h: (gated(h, **gate),),
         (w2, b2),
     )

@@ -1,5 +1,7 @@
 """Experts of several processes: all-to-all of tokens, and the grouped product of PyTorch."""
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from atomc.kernels.moe.as_kernel import sent_to_experts
 from atomc.kernels.moe.grouped import Grouped
 from atomc.kernels.moe.layer import ExpertWeights
 from atomc.kernels.torch.experts.experts_grouped_mm import refuse_moe_experts
+from atomc.ops.experts import Gate
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -31,10 +34,7 @@ def moe_experts_ep(
     b2: Tensor | None,
     nowhere: int,
     process_group: str,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     return sent_to_experts(
         Grouped(),
@@ -45,10 +45,5 @@ def moe_experts_ep(
         ExpertWeights(w13, w2, b13=b13, b2=b2),
         nowhere,
         process_group,
-        {
-            "activation": activation,
-            "interleaved": interleaved,
-            "alpha": alpha,
-            "limit": limit,
-        },
+        gate,
     )

@@ -4,6 +4,8 @@ groups on the device: it can be captured in a CUDA graph.
 T tokens, k choices of each, P = T * k pairs, as in experts.py.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from atomc import ops
 from atomc.kernels.checks import older_than, uneven, unlike
 from atomc.kernels.grouped_experts import grouped_experts
 from atomc.kernels.torch.experts.experts import weighted_sum
-from atomc.ops.experts import gated
+from atomc.ops.experts import Gate, gated
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -47,14 +49,11 @@ def moe_experts(
     w2: Tensor,
     b13: Tensor | None,
     b2: Tensor | None,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
     weight_on_input: bool,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     def gate(h: Tensor) -> Tensor:
-        return gated(h, activation, interleaved, alpha, limit)
+        return gated(h, **gate)
 
     by_pair = x.new_empty(ids.numel(), x.shape[1])
     on_input = weights if weight_on_input else None

@@ -2,6 +2,8 @@
 to fp32 a few rows at a time.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from atomc.kernels.cpu_linears import finish
 from atomc.kernels.dequantized import multiply, mxfp4_operand, mxfp4_values
 from atomc.kernels.torch import scaled_linear_fp8 as fp8
 from atomc.kernels.torch.experts.experts import one_by_one
-from atomc.ops.experts import gated
+from atomc.ops.experts import Gate, gated
 from atomc.ops.quant import (
     quant_fp8_group,
     quant_fp8_per_token,
@@ -37,10 +39,7 @@ def moe_experts_fp8(
     act_scale: Tensor | None,
     out_dtype: torch.dtype,
     block: int,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     def product(
         codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
@@ -52,7 +51,7 @@ def moe_experts_fp8(
         return fp8.scaled_linear_fp8(codes, weight, scale, weight_scale, bias, out_dtype=out_dtype)
 
     def between(h: Tensor) -> tuple[Tensor, Tensor]:
-        h = gated(h, activation, interleaved, alpha, limit)
+        h = gated(h, **gate)
         if block:
             return quant_fp8_group.reference(h, block, dtype=x.dtype)
         if act_scale is None:
@@ -77,10 +76,7 @@ def moe_experts_int8(
     b13: Tensor | None,
     b2: Tensor | None,
     out_dtype: torch.dtype,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     def product(
         codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
@@ -89,7 +85,7 @@ def moe_experts_int8(
         return finish(total.mul_(weight_scale.flatten()), codes, scale, bias, out_dtype)
 
     def between(h: Tensor) -> tuple[Tensor, Tensor]:
-        return quant_int8_per_token.reference(gated(h, activation, interleaved, alpha, limit))
+        return quant_int8_per_token.reference(gated(h, **gate))
 
     up, down = (w13, w13_scale, b13), (w2, w2_scale, b2)
     return one_by_one(ids, weights, (x, x_scale), product, up, between, down)
@@ -109,10 +105,7 @@ def moe_experts_w4a16(
     b13: Tensor | None,
     b2: Tensor | None,
     group: int,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     def product(
         rows: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None
@@ -130,7 +123,7 @@ def moe_experts_w4a16(
         (x,),
         product,
         (w13, w13_scale, w13_zeros, b13),
-        lambda h: (gated(h, activation, interleaved, alpha, limit),),
+        lambda h: (gated(h, **gate),),
         (w2, w2_scale, w2_zeros, b2),
     )
 
@@ -148,13 +141,10 @@ def moe_experts_mxfp4(
     b2: Tensor | None,
     x_scale: Tensor | None,
     out_dtype: torch.dtype,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     def between(h: Tensor) -> tuple[Tensor, ...]:
-        h = gated(h, activation, interleaved, alpha, limit)
+        h = gated(h, **gate)
         if x_scale is None:
             return (h.to(torch.float32),)
         coded = (
