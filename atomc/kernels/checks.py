@@ -2,9 +2,9 @@
 the check holds.
 
 Chain them with `or`: `unlike(HALVES, q=q, k=k) or wrong_rank((3, 4), q=q)`; the first one that
-fails is the reason. `first_refusal` chains functions that take the arguments of a call by name.
-Pass tensors by the names to show in the sentence, None for an absent optional one. Sizes and
-strides are compared without adding guards to the graph.
+fails is the reason. Pass tensors by the names to show in the sentence, None for an absent optional
+one. `first_refusal` chains functions that declare what they read of a call, such as
+`named("q k", unlike, HALVES)`. Sizes and strides are compared without adding guards to the graph.
 """
 
 from collections.abc import Callable, Collection
@@ -33,6 +33,17 @@ def first_refusal(*checks: Refuses, **constants: object) -> Refuses:
         return next(filter(None, refusals), None)
 
     return refuse_call
+
+
+def named(names: str, check: Callable[..., Refusal | None], *args: object) -> Refuses:
+    """`check` of the arguments of these names: `named("q k", unlike, HALVES)` is unlike(HALVES,
+    q=q, k=k).
+    """
+
+    def refuse_named(**arguments: object) -> Refusal | None:
+        return check(*args, **{name: arguments[name] for name in names.split()})
+
+    return refuse_named
 
 
 def not_a_cpu(platform: Platform) -> Refusal | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import Refuses
 from atomc.kernels.row_views import as_rows
 from atomc.ops.op import Refusal
 from atomc.platform import Platform, provider_versions
@@ -115,6 +116,11 @@ def unfit(platform: Platform, *functions: Function) -> Refusal | None:
     return None
 
 
+def installed(*functions: Function) -> Refuses:
+    """`unfit` for these functions, as a part of `first_refusal`."""
+    return lambda platform: unfit(platform, *functions)
+
+
 def foreign_fp8(platform: Platform, *dtypes: torch.dtype) -> Refusal | None:
     """Why codes of one of these dtypes are none that the machine computes with."""
     native = FP8_OF[platform.arch]
@@ -123,6 +129,18 @@ def foreign_fp8(platform: Platform, *dtypes: torch.dtype) -> Refusal | None:
             text = f"{platform.arch} computes with {native}, the codes are {dtype}"
             return Refusal("dtype", text)
     return None
+
+
+def foreign_operands(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
+    return foreign_fp8(platform, weight.dtype, x.dtype)
+
+
+def foreign_weight(platform: Platform, weight: Tensor) -> Refusal | None:
+    return foreign_fp8(platform, weight.dtype)
+
+
+def foreign_codes(platform: Platform, dtype: torch.dtype) -> Refusal | None:
+    return foreign_fp8(platform, dtype)
 
 
 def no_mxfp4(platform: Platform) -> Refusal | None:

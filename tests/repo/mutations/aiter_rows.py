@@ -120,8 +120,8 @@ BUGS = [
     ),
     bug(
         "linear/linear",
-        "return gapped(x=x, weight=weight)",
-        "return gapped(weight=weight)",
+        'named("x weight", gapped)',
+        'named("weight", gapped)',
         values("linear.linear"),
     ),
     bug(
@@ -132,8 +132,8 @@ BUGS = [
     ),
     bug(
         "linear/scaled_linear",
-        "or gapped(weight=weight, weight_scale=weight_scale)",
-        "or gapped(weight=weight)",
+        'named("weight weight_scale", gapped)',
+        'named("weight", gapped)',
         values("scaled_linear.scaled_linear_int8"),
     ),
     bug(

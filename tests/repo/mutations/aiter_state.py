@@ -229,8 +229,8 @@ BUGS = [
     ),
     bug(
         "rows/kv_write",
-        "        or _unequal_blocks(k_cache, v_cache)\n",
-        "        or None\n",
+        "        _unequal_blocks,\n",
+        "",
         GUARDS,
     ),
     bug(

@@ -5,39 +5,24 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.checks import strided, unaligned_heads, unlike, unsupported, wrong_rank
+from atomc.kernels.aiter.library import Function, installed
+from atomc.kernels.checks import (
+    first_refusal,
+    named,
+    strided,
+    unaligned_heads,
+    unlike,
+    unsupported,
+    wrong_rank,
+)
 from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 flash_attn_func = Function(
     "flash_attn_func", "aiter", takes=["softmax_scale", "causal", "window_size"]
 )
 WIDEST = 256
-
-
-def _refuse(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> Refusal | None:
-    return (
-        unfit(platform, flash_attn_func)
-        or unlike(HALVES, q=q, k=k, v=v)
-        or unsupported("AITER's attention", mask=mask, sinks=sinks, softcap=softcap)
-        or wrong_rank((3, 4), q=q)
-        or _masked_otherwise(q, k, causal, window)
-        or unaligned_heads(q, v, WIDEST)
-        or strided(q=q, k=k, v=v)
-    )
 
 
 def _masked_otherwise(q: Tensor, k: Tensor, causal: bool, window: int) -> Refusal | None:
@@ -59,7 +44,18 @@ def single_key(window: int) -> Refusal | None:
     return None
 
 
-@ops.attention.kernel("aiter", refuses=_refuse)
+@ops.attention.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(flash_attn_func),
+        named("q k v", unlike, HALVES),
+        named("mask sinks softcap", unsupported, "AITER's attention"),
+        named("q", wrong_rank, (3, 4)),
+        _masked_otherwise,
+        lambda q, v: unaligned_heads(q, v, WIDEST),
+        named("q k v", strided),
+    ),
+)
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int) -> Tensor:
     if not q.numel() or not k.numel():
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))

@@ -9,11 +9,16 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.attention.attention import single_key
 from atomc.kernels.aiter.attention.unified_attention import attended, unattended
-from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.checks import scattered_blocks, unaligned_heads, unlike, unsupported
+from atomc.kernels.aiter.library import Function, installed
+from atomc.kernels.checks import (
+    first_refusal,
+    named,
+    scattered_blocks,
+    unaligned_heads,
+    unlike,
+    unsupported,
+)
 from atomc.kernels.row_views import as_heads
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 flash_attn_varlen_func = Function(
     "flash_attn_varlen_func",
@@ -27,29 +32,20 @@ WIDEST = 256
 KEYS_PER_ROW = 4
 
 
-def _refuse(
-    platform: Platform,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    window: int,
-) -> Refusal | None:
-    return (
-        unfit(platform, flash_attn_varlen_func)
-        or single_key(window)
-        or unattended(platform, q, k_cache, v_cache, k_scale, v_scale)
-        or unlike((q.dtype,), k_cache=k_cache, v_cache=v_cache)
+@ops.paged_attention.kernel(
+    "aiter",
+    layout="paged",
+    refuses=first_refusal(
+        installed(flash_attn_varlen_func),
+        single_key,
+        unattended,
+        lambda q, k_cache, v_cache: unlike((q.dtype,), k_cache=k_cache, v_cache=v_cache),
         # Its assembly does not look at sinks, and is not told apart.
-        or unsupported("AITER's attention", sinks=sinks, k_scale=k_scale, v_scale=v_scale)
-        or unaligned_heads(q, v_cache, WIDEST)
-        or scattered_blocks(k_cache, v_cache)
-    )
-
-
-@ops.paged_attention.kernel("aiter", layout="paged", refuses=_refuse)
+        named("sinks k_scale v_scale", unsupported, "AITER's attention"),
+        lambda q, v_cache: unaligned_heads(q, v_cache, WIDEST),
+        lambda k_cache, v_cache: scattered_blocks(k_cache, v_cache),
+    ),
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -13,32 +13,15 @@ from atomc.kernels.aiter.attention.unified_attention import (
     blank_padding,
     unattended_shuffled,
 )
-from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.checks import first_refusal, unsupported
+from atomc.kernels.aiter.library import Function, installed
+from atomc.kernels.checks import first_refusal, named, unsupported
 from atomc.kernels.row_views import as_heads
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 pa_fwd_asm = Function("pa_fwd_asm", "aiter", takes=["Q", "K", "V"])
 # What its assembly is written for: the width of a head, by which it scales, and query heads that
 # share a key head.
 WIDTH, MOST_SHARING = 128, 16
-
-
-def _refuse(
-    platform: Platform,
-    q: Tensor,
-    k_cache: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Refusal | None:
-    return (
-        unfit(platform, pa_fwd_asm)
-        or _unwritten(q, k_cache, scale)
-        or unsupported("AITER's assembly", sinks=sinks, window=window, softcap=softcap)
-    )
 
 
 def _unwritten(q: Tensor, k_cache: Tensor, scale: float) -> Refusal | None:
@@ -57,7 +40,14 @@ def _unwritten(q: Tensor, k_cache: Tensor, scale: float) -> Refusal | None:
 
 
 @ops.paged_attention.kernel(
-    "aiter", layout="shuffled", refuses=first_refusal(_refuse, unattended_shuffled)
+    "aiter",
+    layout="shuffled",
+    refuses=first_refusal(
+        installed(pa_fwd_asm),
+        _unwritten,
+        named("sinks window softcap", unsupported, "AITER's assembly"),
+        unattended_shuffled,
+    ),
 )
 def paged_attention(
     q: Tensor,

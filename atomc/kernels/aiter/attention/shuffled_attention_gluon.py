@@ -12,11 +12,9 @@ from atomc.kernels.aiter.attention.unified_attention import (
     blank_padding,
     unattended_shuffled,
 )
-from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.checks import first_refusal, too_wide, unsupported
+from atomc.kernels.aiter.library import Function, installed
+from atomc.kernels.checks import first_refusal, named, too_wide, unsupported
 from atomc.kernels.row_views import as_heads
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 PLACE = "aiter.ops.triton.gluon.pa_decode_gluon"
 pa_decode_gluon = Function("pa_decode_gluon", PLACE, takes=["sinks", "sliding_window", "ps"])
@@ -24,16 +22,17 @@ get_recommended_splits = Function("get_recommended_splits", PLACE)
 MOST_SHARING = 64  # query heads that share a key head
 
 
-def _refuse(platform: Platform, q: Tensor, k_cache: Tensor, softcap: float) -> Refusal | None:
-    return (
-        unfit(platform, pa_decode_gluon, get_recommended_splits)
-        or too_wide(q.shape[-2] // k_cache.shape[2], MOST_SHARING, "groups of heads")
-        or unsupported("AITER's Gluon kernel", softcap=softcap)
-    )
-
-
 @ops.paged_attention.kernel(
-    "aiter", layout="shuffled", refuses=first_refusal(_refuse, unattended_shuffled)
+    "aiter",
+    layout="shuffled",
+    refuses=first_refusal(
+        installed(pa_decode_gluon, get_recommended_splits),
+        lambda q, k_cache: too_wide(
+            q.shape[-2] // k_cache.shape[2], MOST_SHARING, "groups of heads"
+        ),
+        named("softcap", unsupported, "AITER's Gluon kernel"),
+        unattended_shuffled,
+    ),
 )
 def paged_attention(
     q: Tensor,

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views, unwritable
-from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.aiter.rows.kv_write import scaled
 from atomc.kernels.aiter.rows.rope import moving, not_by_token, rotated_width
-from atomc.kernels.checks import strided, unlike, wrong_rank
+from atomc.kernels.checks import first_refusal, named, strided, unlike, wrong_rank
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 fused_qk_norm_rope_cache_quant_shuffle = Function(
     "fused_qk_norm_rope_cache_quant_shuffle",
@@ -26,37 +25,6 @@ fused_qk_norm_rope_cache_quant_shuffle = Function(
 WIDTHS = (64, 128, 256)
 MOST_KEY_HEADS = 32
 LANES = 32  # that share a head
-
-
-def _refuse(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    norm_style: str,
-    rope_style: str,
-) -> Refusal | None:
-    return (
-        unfit(platform, fused_qk_norm_rope_cache_quant_shuffle)
-        or unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
-        or unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight)
-        or scaled(k_scale=k_scale, v_scale=v_scale)
-        or moving(rope_style)
-        or wrong_rank((3,), q=q, k=k, v=v)
-        or _unfused(q, k, cos, norm_style, rope_style)
-        or strided(q=q, k=k, v=v)
-        or not_by_token(q, cos, sin)
-        or unwritable(k_cache, v_cache, slots)
-    )
 
 
 def _unfused(q: Tensor, k: Tensor, cos: Tensor, norm_style: str, rope_style: str) -> Refusal | None:
@@ -80,7 +48,22 @@ def _unfused(q: Tensor, k: Tensor, cos: Tensor, norm_style: str, rope_style: str
     return None
 
 
-@ops.qk_norm_rope_kv_write.kernel("aiter", layout="shuffled", refuses=_refuse)
+@ops.qk_norm_rope_kv_write.kernel(
+    "aiter",
+    layout="shuffled",
+    refuses=first_refusal(
+        installed(fused_qk_norm_rope_cache_quant_shuffle),
+        named("q k v cos sin k_cache v_cache", unlike, HALVES),
+        lambda q, q_weight, k_weight: unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight),
+        named("k_scale v_scale", scaled),
+        moving,
+        named("q k v", wrong_rank, (3,)),
+        _unfused,
+        named("q k v", strided),
+        not_by_token,
+        unwritable,
+    ),
+)
 def qk_norm_rope_kv_write(
     q: Tensor,
     k: Tensor,

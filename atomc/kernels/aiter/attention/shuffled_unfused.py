@@ -9,6 +9,7 @@ from atomc.kernels.aiter.attention.shuffled_kv_write import kv_write, refuse_kv_
 from atomc.kernels.aiter.library import unfit
 from atomc.kernels.aiter.rows.norm import refuse_rms_norm, rms_norm
 from atomc.kernels.aiter.rows.rope import refuse_rope, rope
+from atomc.ops.by_name import call_by_name
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -17,20 +18,15 @@ def _refuse_rope_kv_write(
     platform: Platform,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     rope_style: str,
+    **arguments: object,
 ) -> Refusal | None:
     return (
         refuse_rope(platform, q, cos, sin, rope_style)
         or refuse_rope(platform, k, cos, sin, rope_style)
-        or refuse_kv_write(platform, k.contiguous(), v, k_cache, v_cache, slots, k_scale, v_scale)
+        or refuse_kv_write(platform, **{**arguments, "k": k.contiguous()})
     )
 
 
@@ -55,19 +51,10 @@ def _refuse_qk_norm_rope_kv_write(
     platform: Platform,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     norm_style: str,
-    rope_style: str,
+    **arguments: object,
 ) -> Refusal | None:
     if reason := unfit(platform):  # before tensors are computed for each node
         return reason
@@ -76,9 +63,7 @@ def _refuse_qk_norm_rope_kv_write(
     return (
         refuse_rms_norm(platform, q, q_weight, norm_style)
         or refuse_rms_norm(platform, k, k_weight, norm_style)
-        or _refuse_rope_kv_write(
-            platform, q, k, v, cos, sin, k_cache, v_cache, slots, k_scale, v_scale, rope_style
-        )
+        or call_by_name(_refuse_rope_kv_write, platform=platform, q=q, k=k, **arguments)
     )
 
 

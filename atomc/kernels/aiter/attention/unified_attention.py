@@ -10,9 +10,9 @@ from torch import Tensor
 
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views, unshuffled
-from atomc.kernels.aiter.library import FP8_OF, Function, unfit
+from atomc.kernels.aiter.library import FP8_OF, Function, installed, unfit
 from atomc.kernels.aiter.rows.kv_write import odd_blocks
-from atomc.kernels.checks import strided, unlike
+from atomc.kernels.checks import first_refusal, named, strided, unlike
 from atomc.kernels.row_views import as_heads
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
@@ -58,25 +58,21 @@ def unattended(
     return strided(q=q, k_cache=k_cache, v_cache=v_cache) or odd_blocks(k_cache)
 
 
-def unattended_shuffled(
-    platform: Platform,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> Refusal | None:
-    """Why `attended` does not serve these in the shuffled layout, which has no codes."""
-    if reason := unfit(platform, shuffled_attention):
-        return reason
+def _odd_width(q: Tensor) -> Refusal | None:
     width = q.shape[-1]
     if width & (width - 1):
         return Refusal("shape", f"heads of {width}: AITER takes a power of two")
-    return (
-        unlike(HALVES, q=q, k_cache=k_cache, v_cache=v_cache)
-        or unattended(platform, q, k_cache, v_cache, k_scale, v_scale)
-        or unshuffled(k_cache, v_cache)
-    )
+    return None
+
+
+# Why `attended` does not serve these in the shuffled layout, which has no codes.
+unattended_shuffled = first_refusal(
+    installed(shuffled_attention),
+    _odd_width,
+    named("q k_cache v_cache", unlike, HALVES),
+    unattended,
+    unshuffled,
+)
 
 
 def attended(

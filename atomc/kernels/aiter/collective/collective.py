@@ -8,8 +8,8 @@ its.
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, scattered, unfit
-from atomc.kernels.checks import unlike
+from atomc.kernels.aiter.library import Function, installed, scattered
+from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -40,30 +40,26 @@ def _foreign(platform: Platform, process_group: str) -> Refusal | None:
     )
 
 
-def _refuse_all_reduce(platform: Platform, x: Tensor, process_group: str) -> Refusal | None:
-    return (
-        unfit(platform, get_tp_group, tensor_model_parallel_all_reduce)
-        or unlike(HALVES, x=x)
-        or _foreign(platform, process_group)
-    )
-
-
-@ops.all_reduce.kernel("aiter", refuses=_refuse_all_reduce)
+@ops.all_reduce.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(get_tp_group, tensor_model_parallel_all_reduce),
+        named("x", unlike, HALVES),
+        _foreign,
+    ),
+)
 def all_reduce(x: Tensor) -> Tensor:
     own = x.contiguous()
     out: Tensor = tensor_model_parallel_all_reduce(own)
     return out.clone() if out is own else out  # the sum of one process is what it was given
 
 
-def refuse_allreduce_add_rms_norm(
-    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, process_group: str
-) -> Refusal | None:
-    return (
-        unfit(platform, get_tp_group, tensor_model_parallel_fused_allreduce_rmsnorm)
-        or unlike(HALVES, x=x, residual=residual, weight=weight)
-        or scattered(x=x, residual=residual)
-        or _foreign(platform, process_group)
-    )
+refuse_allreduce_add_rms_norm = first_refusal(
+    installed(get_tp_group, tensor_model_parallel_fused_allreduce_rmsnorm),
+    named("x residual weight", unlike, HALVES),
+    named("x residual", scattered),
+    _foreign,
+)
 
 
 @ops.allreduce_add_rms_norm.kernel("aiter", refuses=refuse_allreduce_add_rms_norm, rounds="once")

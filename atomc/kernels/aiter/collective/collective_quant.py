@@ -13,26 +13,18 @@ from atomc.kernels.aiter.collective.collective import (
 from atomc.kernels.aiter.rows import quant
 from atomc.kernels.checks import first_refusal
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
+
+QUANTIZERS = {
+    "fp8_static": quant.refuse_static,
+    "fp8_per_token": quant.refuse_per_token,
+    "fp8_group": quant.refuse_group,
+    "mxfp4": quant.refuse_mxfp4,
+}
 
 
-def _refuse_quantizer(
-    platform: Platform,
-    x: Tensor,
-    scale: Tensor | None,
-    scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    rounding: str,
-) -> Refusal | None:
-    if scheme == "fp8_static" and scale is not None:
-        return quant.refuse_static(platform, x, dtype)
-    if scheme == "fp8_per_token":
-        return quant.refuse_per_token(platform, x, dtype)
-    if scheme == "fp8_group":
-        return quant.refuse_group(platform, x, group, dtype)
-    if scheme == "mxfp4":
-        return quant.refuse_mxfp4(platform, x, rounding)
+def _refuse_quantizer(scheme: str, scale: Tensor | None, **arguments: object) -> Refusal | None:
+    if scheme in QUANTIZERS and (scheme != "fp8_static" or scale is not None):
+        return QUANTIZERS[scheme](**arguments)
     return Refusal(
         "argument", "AITER's compiled quantizer truncates to int8, where the op rounds to nearest"
     )

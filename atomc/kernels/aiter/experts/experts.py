@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, foreign_fp8, scattered, unfit
+from atomc.kernels.aiter.library import Function, foreign_fp8, installed, scattered
 from atomc.kernels.aiter.linear.packing import relaid_weight, shuffled_weight
-from atomc.kernels.checks import unknown, unlike, unsupported, wrong_result
+from atomc.kernels.checks import first_refusal, named, unknown, unlike, unsupported, wrong_result
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
@@ -76,13 +76,17 @@ def _computed(
     return out
 
 
-def unfilled(w13: Tensor, w2: Tensor, arch: str) -> Refusal | None:
+# What its kernels do not add to the products, or do with a gate.
+ungated = named("b13 b2 interleaved limit", unsupported, "AITER's kernel")
+
+
+def unfilled(platform: Platform, w13: Tensor, w2: Tensor) -> Refusal | None:
     """Why these do not fill the tiles of CK's kernels for each number of tokens, or None."""
     hidden, inner = w2.shape[1:]
     if w13.shape[1] != 2 * inner:
         return Refusal("shape", "AITER's experts have a gate and an up of one width")
     columns = 64 if inner <= NARROW else 128
-    if w2.dtype.itemsize == 1 and arch == "gfx950":
+    if w2.dtype.itemsize == 1 and platform.arch == "gfx950":
         columns = 256
     if hidden % 128 or inner % columns:
         return Refusal(
@@ -92,29 +96,15 @@ def unfilled(w13: Tensor, w2: Tensor, arch: str) -> Refusal | None:
     return None
 
 
-def _refuse(
-    platform: Platform,
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
-    interleaved: bool,
-    limit: float | None,
-) -> Refusal | None:
-    return (
-        unfit(platform, fused_moe, QuantType, ActivationType)
-        or unlike(HALVES, x=x, w13=w13, w2=w2)
-        or unsupported("AITER's kernel", b13=b13, b2=b2, interleaved=interleaved, limit=limit)
-        or unknown(tuple(ACTIVATIONS), activation=activation)
-        or unfilled(w13, w2, platform.arch)
-    )
-
-
 @ops.moe_experts.kernel(
     "aiter",
-    refuses=_refuse,
+    refuses=first_refusal(
+        installed(fused_moe, QuantType, ActivationType),
+        named("x w13 w2", unlike, HALVES),
+        ungated,
+        named("activation", unknown, tuple(ACTIVATIONS)),
+        unfilled,
+    ),
     prepare={"w13": relaid_gate_up, "w2": relaid_weight},
     rounds="once",
 )
@@ -134,47 +124,43 @@ def moe_experts(
     )
 
 
-def _refuse_fp8(
-    platform: Platform,
-    x: Tensor,
-    x_scale: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    act_scale: Tensor | None,
-    out_dtype: torch.dtype,
-    block: int,
-    activation: str,
-    interleaved: bool,
-    limit: float | None,
+def _other_scales(
+    x_scale: Tensor, w13_scale: Tensor, w2_scale: Tensor, act_scale: Tensor | None, block: int
 ) -> Refusal | None:
-    if reason := unfit(platform, fused_moe, QuantType, ActivationType):
-        return reason
     if block:
         return Refusal("argument", "AITER's tables have kernels by blocks that read x in 16 bits")
-    per_tensor = x_scale.dim() == 1
-    if per_tensor and (act_scale is None or w13_scale.shape[1] > 1 or w2_scale.shape[1] > 1):
+    of_rows = act_scale is None or w13_scale.shape[1] > 1 or w2_scale.shape[1] > 1
+    if x_scale.dim() == 1 and of_rows:
         return Refusal(
             "argument",
             "under one scale for x, AITER takes one for the gated activation and for each expert",
         )
-    return (
-        foreign_fp8(platform, x.dtype, w13.dtype, w2.dtype)
-        or wrong_result(HALVES, out_dtype)
-        or unsupported("AITER's kernel", b13=b13, b2=b2, interleaved=interleaved, limit=limit)
-        # The assembly of rows under scales of their own: which GELU it has, is not known.
-        or unknown(tuple(ACTIVATIONS) if per_tensor else ("silu",), activation=activation)
-        or unfilled(w13, w2, platform.arch)
-        or scattered(w13_scale=w13_scale, w2_scale=w2_scale)
-    )
+    return None
+
+
+def foreign_experts(
+    platform: Platform, x: Tensor, w13: Tensor, w2: Tensor, out_dtype: torch.dtype
+) -> Refusal | None:
+    """Unless the codes are the machine's, and the result has 16 bits."""
+    return foreign_fp8(platform, x.dtype, w13.dtype, w2.dtype) or wrong_result(HALVES, out_dtype)
+
+
+def _other_activation(x_scale: Tensor, activation: str) -> Refusal | None:
+    # The assembly of rows under scales of their own: which GELU it has, is not known.
+    return unknown(tuple(ACTIVATIONS) if x_scale.dim() == 1 else ("silu",), activation=activation)
 
 
 @ops.moe_experts_fp8.kernel(
     "aiter",
-    refuses=_refuse_fp8,
+    refuses=first_refusal(
+        installed(fused_moe, QuantType, ActivationType),
+        _other_scales,
+        foreign_experts,
+        ungated,
+        _other_activation,
+        unfilled,
+        named("w13_scale w2_scale", scattered),
+    ),
     prepare={"w13": relaid_gate_up, "w2": relaid_weight},
     rounds="once",
 )

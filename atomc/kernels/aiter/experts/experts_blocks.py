@@ -12,17 +12,17 @@ from atomc.kernels.aiter.experts.experts import (
     ACTIVATIONS,
     ActivationType,
     QuantType,
+    foreign_experts,
     numbered,
     relaid_gate_up,
     tiled,
+    ungated,
 )
-from atomc.kernels.aiter.library import Function, foreign_fp8, gapped, unfit
+from atomc.kernels.aiter.library import Function, gapped, installed
 from atomc.kernels.aiter.linear.packing import relaid_weight
 from atomc.kernels.aiter.rows.quant import dynamic_per_token_scaled_quant
-from atomc.kernels.checks import unknown, unsupported, wrong_result
-from atomc.ops.formats import HALVES
+from atomc.kernels.checks import first_refusal, named, unknown
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 moe_sorting = Function("moe_sorting", "aiter.fused_moe", takes=["expert_mask"])
 ck_moe_stage1_fwd = Function("ck_moe_stage1_fwd", "aiter", takes=["quant_type", "splitk"])
@@ -34,33 +34,11 @@ MANY, FEW = 64, 32
 FEW_TOKENS = 32
 
 
-def _refuse(
-    platform: Platform,
-    x: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    out_dtype: torch.dtype,
-    block: int,
-    activation: str,
-    interleaved: bool,
-    limit: float | None,
-) -> Refusal | None:
-    if not block:
-        return Refusal("argument", "this kernel takes scales by blocks")
-    if reason := (
-        unfit(platform, moe_sorting, ck_moe_stage1_fwd, ck_moe_stage2_fwd)
-        or unfit(platform, dynamic_per_token_scaled_quant, QuantType, ActivationType)
-        or foreign_fp8(platform, x.dtype, w13.dtype, w2.dtype)
-        or wrong_result(HALVES, out_dtype)
-        or unsupported("AITER's kernel", b13=b13, b2=b2, interleaved=interleaved, limit=limit)
-        or unknown(tuple(ACTIVATIONS), activation=activation)
-        or gapped(w13_scale=w13_scale, w2_scale=w2_scale)
-    ):
-        return reason
+def _unscaled(block: int) -> Refusal | None:
+    return None if block else Refusal("argument", "this kernel takes scales by blocks")
+
+
+def _partial_blocks(w13: Tensor, w2: Tensor, block: int) -> Refusal | None:
     hidden, inner = w2.shape[1:]
     if block != BLOCK or hidden % BLOCK or inner % BLOCK or w13.shape[1] != 2 * inner:
         return Refusal(
@@ -73,7 +51,16 @@ def _refuse(
 
 @ops.moe_experts_fp8.kernel(
     "aiter",
-    refuses=_refuse,
+    refuses=first_refusal(
+        _unscaled,
+        installed(moe_sorting, ck_moe_stage1_fwd, ck_moe_stage2_fwd),
+        installed(dynamic_per_token_scaled_quant, QuantType, ActivationType),
+        foreign_experts,
+        ungated,
+        named("activation", unknown, tuple(ACTIVATIONS)),
+        named("w13_scale w2_scale", gapped),
+        _partial_blocks,
+    ),
     prepare={"w13": relaid_gate_up, "w2": relaid_weight},
     rounds="once",
 )

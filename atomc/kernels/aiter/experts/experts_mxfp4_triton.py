@@ -18,11 +18,10 @@ from atomc.kernels.aiter.experts.experts_triton import (
     summed,
     triton_dtype,
 )
-from atomc.kernels.aiter.library import Function, gapped, no_mxfp4, scattered, unfit
-from atomc.kernels.checks import unlike, wrong_result
+from atomc.kernels.aiter.library import Function, gapped, installed, no_mxfp4, scattered
+from atomc.kernels.checks import first_refusal, named, unlike, wrong_result
 from atomc.ops.experts import Gate, gated
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 fused_moe_mxfp4 = Function("fused_moe_mxfp4", "aiter.ops.triton.moe.moe_op_mxfp4")
 
@@ -63,18 +62,7 @@ def _product(
     return out + pad(bias, (0, 0, 1, 0))[choices.ids]
 
 
-def _refuse(
-    platform: Platform,
-    x: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    x_scale: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
-    if reason := unfit(platform, moe_align_block_size_triton, fused_moe_mxfp4):
-        return reason
+def _partial_tiles(w13: Tensor, w2: Tensor, x_scale: Tensor | None) -> Refusal | None:
     if x_scale is not None:
         return Refusal("argument", "AITER's kernel gets x in bf16, not in codes with scales")
     hidden, inner = w2.shape[1], w13.shape[1] // 2
@@ -83,16 +71,21 @@ def _refuse(
         return Refusal(
             "shape", f"experts of {hidden} x {inner}: AITER's kernel needs multiples of {COLUMNS}"
         )
-    return (
-        no_mxfp4(platform)
-        or unlike((torch.bfloat16,), x=x)
-        or wrong_result((torch.bfloat16,), out_dtype)
-        or scattered(x=x)
-        or gapped(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
-    )
+    return None
 
 
-@ops.moe_experts_mxfp4.kernel("aiter", refuses=_refuse)
+@ops.moe_experts_mxfp4.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(moe_align_block_size_triton, fused_moe_mxfp4),
+        _partial_tiles,
+        no_mxfp4,
+        named("x", unlike, (torch.bfloat16,)),
+        named("out_dtype", wrong_result, (torch.bfloat16,)),
+        named("x", scattered),
+        named("w13 w2 w13_scale w2_scale", gapped),
+    ),
+)
 def moe_experts_mxfp4(
     x: Tensor,
     ids: Tensor,

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.experts.experts import numbered
-from atomc.kernels.aiter.library import Function, gapped, scattered, unfit
-from atomc.kernels.checks import unlike, unsupported
+from atomc.kernels.aiter.library import Function, gapped, installed, scattered
+from atomc.kernels.checks import first_refusal, named, unlike, unsupported
 from atomc.ops.experts import Gate, gated
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Prepared, Refusal
-from atomc.platform import Platform
 
 moe_align_block_size_triton = Function(
     "moe_align_block_size_triton", "aiter.ops.triton.moe.moe_align_block_size"
@@ -95,18 +94,15 @@ def summed(results: Tensor, dtype: torch.dtype) -> Tensor:
     return results.sum(1, dtype=torch.float32).to(dtype)
 
 
-def _refuse(
-    platform: Platform, x: Tensor, w13: Tensor, w2: Tensor, b13: Tensor | None, b2: Tensor | None
-) -> Refusal | None:
-    return (
-        unfit(platform, moe_align_block_size_triton, fused_moe)
-        or unlike(FLOATS, x=x, w13=w13, w2=w2)
-        or unsupported("AITER's kernel", b13=b13, b2=b2)
-        or scattered(x=x)
-    )
-
-
-@ops.moe_experts.kernel("aiter", refuses=_refuse)
+@ops.moe_experts.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(moe_align_block_size_triton, fused_moe),
+        named("x w13 w2", unlike, FLOATS),
+        named("b13 b2", unsupported, "AITER's kernel"),
+        named("x", scattered),
+    ),
+)
 def moe_experts(
     x: Tensor,
     ids: Tensor,
@@ -130,22 +126,23 @@ def _pairs(zeros: Tensor) -> Prepared:
     return Prepared((even + 16 * odd,))
 
 
-def _refuse_int4(
-    platform: Platform, x: Tensor, w13: Tensor, w2: Tensor, b13: Tensor | None, b2: Tensor | None
-) -> Refusal | None:
+def _odd_outputs(w13: Tensor, w2: Tensor) -> Refusal | None:
     if w13.shape[1] % 2 or w2.shape[1] % 2:
         return Refusal("shape", "AITER's kernel takes the zeros of two outputs at a time")
-    return (
-        unfit(platform, moe_align_block_size_triton, fused_moe)
-        or unlike(FLOATS, x=x)
-        or unsupported("AITER's kernel", b13=b13, b2=b2)
-        or scattered(x=x)
-        or gapped(w13=w13, w2=w2)
-    )
+    return None
 
 
 @ops.moe_experts_w4a16.kernel(
-    "aiter", refuses=_refuse_int4, prepare={"w13_zeros": _pairs, "w2_zeros": _pairs}
+    "aiter",
+    refuses=first_refusal(
+        _odd_outputs,
+        installed(moe_align_block_size_triton, fused_moe),
+        named("x", unlike, FLOATS),
+        named("b13 b2", unsupported, "AITER's kernel"),
+        named("x", scattered),
+        named("w13 w2", gapped),
+    ),
+    prepare={"w13_zeros": _pairs, "w2_zeros": _pairs},
 )
 def moe_experts_w4a16(
     x: Tensor,

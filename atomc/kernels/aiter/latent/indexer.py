@@ -12,8 +12,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.latent.latent_walk import visible_keys
-from atomc.kernels.aiter.library import FP8_OF, Function, unfit
-from atomc.kernels.checks import scattered_slots, strided, unlike
+from atomc.kernels.aiter.library import FP8_OF, Function, installed
+from atomc.kernels.checks import first_refusal, named, scattered_slots, strided, unlike
 from atomc.kernels.row_views import as_heads, as_rows
 from atomc.ops.formats import FLOATS, FP8
 from atomc.ops.indexer import SCALE_BYTES
@@ -47,18 +47,13 @@ def _uncached(platform: Platform, index_cache: Tensor) -> Refusal | None:
     return None
 
 
-def refuse_index_write(
-    platform: Platform, k: Tensor, index_cache: Tensor, slots: Tensor
-) -> Refusal | None:
-    return (
-        unfit(platform, indexer_k_quant_and_cache)
-        or unlike(FLOATS, k=k)
-        or _uncached(platform, index_cache)
-        or scattered_slots(slots)
-    )
-
-
-@ops.index_write.kernel("aiter", layout="paged", refuses=refuse_index_write)
+@ops.index_write.kernel(
+    "aiter",
+    layout="paged",
+    refuses=first_refusal(
+        installed(indexer_k_quant_and_cache), named("k", unlike, FLOATS), _uncached, scattered_slots
+    ),
+)
 def index_write(k: Tensor, index_cache: Tensor, slots: Tensor) -> Tensor:
     rows = k.reshape(-1, WIDTH).contiguous()
     if len(rows):
@@ -68,31 +63,28 @@ def index_write(k: Tensor, index_cache: Tensor, slots: Tensor) -> Tensor:
     return k.new_empty((0,))
 
 
-def refuse_paged_index_topk(
-    platform: Platform,
-    q: Tensor,
-    weights: Tensor,
-    index_cache: Tensor,
-    block_tables: Tensor,
-    topk: int,
-) -> Refusal | None:
-    if reason := unfit(platform, deepgemm_fp8_paged_mqa_logits, top_k_per_row_decode):
-        return reason
+def _other_queries(q: Tensor, topk: int) -> Refusal | None:
     if q.dtype not in FP8:
         return Refusal("dtype", f"queries in {q.dtype}: AITER multiplies them in fp8")
     if topk != TOPK:
         return Refusal("argument", f"{topk} chosen keys: AITER is used for {TOPK}")
     if q.shape[-2] not in HEADS:
         return Refusal("shape", f"{q.shape[-2]} heads: AITER's kernel takes {HEADS}")
-    return (
-        unlike((FP8_OF[platform.arch],), q=q)
-        or unlike((torch.float32,), weights=weights)
-        or _uncached(platform, index_cache)
-        or strided(q=q, weights=weights, block_tables=block_tables)
-    )
+    return None
 
 
-@ops.paged_index_topk.kernel("aiter", layout="paged", refuses=refuse_paged_index_topk)
+@ops.paged_index_topk.kernel(
+    "aiter",
+    layout="paged",
+    refuses=first_refusal(
+        installed(deepgemm_fp8_paged_mqa_logits, top_k_per_row_decode),
+        _other_queries,
+        lambda platform, q: unlike((FP8_OF[platform.arch],), q=q),
+        named("weights", unlike, (torch.float32,)),
+        _uncached,
+        named("q weights block_tables", strided),
+    ),
+)
 def paged_index_topk(
     q: Tensor,
     weights: Tensor,

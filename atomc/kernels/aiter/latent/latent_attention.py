@@ -22,8 +22,8 @@ from atomc.kernels.aiter.latent.latent_walk import (
     refuse_chosen,
     unattended_latents,
 )
-from atomc.kernels.aiter.library import FP8_OF, Function, unfit
-from atomc.kernels.checks import first_refusal, scattered_blocks, strided, unlike
+from atomc.kernels.aiter.library import FP8_OF, Function, installed
+from atomc.kernels.checks import first_refusal, named, scattered_blocks, strided, unlike
 from atomc.kernels.row_views import as_heads, with_lead
 from atomc.ops.op import Refusal
 from atomc.ops.state import LAYOUTS
@@ -129,31 +129,6 @@ def _padded(heads: int) -> int:
     return -(-heads // HEADS) * HEADS
 
 
-def _refuse(
-    platform: Platform, q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, latent: int
-) -> Refusal | None:
-    return (
-        unfit(
-            platform,
-            mla_decode_fwd,
-            mla_prefill_fwd,
-            get_mla_metadata_info_v1,
-            get_mla_metadata_v1,
-        )
-        or unlike((torch.bfloat16,), q=q)
-        or _other_widths(q, latent)
-        or _other_heads(platform, q.shape[-2], kv_cache.dtype)
-        or _unread(platform, kv_cache, kv_scale)
-        or scattered_blocks(kv_cache)
-        or strided(q=q, kv_cache=kv_cache)
-        or (
-            None
-            if _runs_in_assembly(_padded(q.shape[-2]), kv_cache.dtype)
-            else unattended_latents(platform, q, kv_cache, kv_scale, latent)
-        )
-    )
-
-
 def _other_widths(q: Tensor, latent: int) -> Refusal | None:
     rotated = q.shape[-1] - latent
     if (latent, rotated) == (LATENT, ROTATED):
@@ -165,10 +140,11 @@ def _other_widths(q: Tensor, latent: int) -> Refusal | None:
     )
 
 
-def _other_heads(platform: Platform, heads: int, kv_dtype: torch.dtype) -> Refusal | None:
+def _other_heads(platform: Platform, q: Tensor, kv_cache: Tensor) -> Refusal | None:
+    heads = q.shape[-2]
     if heads > MOST_HEADS:
         return Refusal("shape", f"{heads} heads: AITER's assembly takes up to {MOST_HEADS}")
-    if platform.arch == "gfx942" and _padded(heads) == 32 and kv_dtype == torch.bfloat16:
+    if platform.arch == "gfx942" and _padded(heads) == 32 and kv_cache.dtype == torch.bfloat16:
         return Refusal("shape", f"{heads} heads: AITER does not support 32 on gfx942 in bfloat16")
     return None
 
@@ -191,10 +167,29 @@ def _runs_in_assembly(heads: int, kv_dtype: torch.dtype) -> bool:
     return heads in PROMPT_HEADS and kv_dtype == torch.bfloat16
 
 
+def _unwalked(
+    platform: Platform, q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, latent: int
+) -> Refusal | None:
+    """Why the Triton kernels do not serve the steps that they take."""
+    if _runs_in_assembly(_padded(q.shape[-2]), kv_cache.dtype):
+        return None
+    return unattended_latents(platform, q, kv_cache, kv_scale, latent)
+
+
 @ops.mla_absorbed_attention.kernel(
     "aiter",
     layout="paged",
-    refuses=first_refusal(refuse_chosen, _refuse),
+    refuses=first_refusal(
+        refuse_chosen,
+        installed(mla_decode_fwd, mla_prefill_fwd, get_mla_metadata_info_v1, get_mla_metadata_v1),
+        named("q", unlike, (torch.bfloat16,)),
+        _other_widths,
+        _other_heads,
+        _unread,
+        lambda kv_cache: scattered_blocks(kv_cache),
+        named("q kv_cache", strided),
+        _unwalked,
+    ),
     shared=ops.Shared(schedule, ("seq_lens", "block_tables"), _constants),
 )
 def mla_absorbed_attention(

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.latent.latent_walk import unwalkable
-from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.checks import unlike
+from atomc.kernels.aiter.library import Function, installed
+from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.kernels.row_views import as_heads, with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 unified_attention_sparse_mla = Function(
     "unified_attention_sparse_mla",
@@ -25,19 +24,22 @@ unified_attention_sparse_mla = Function(
 HEADS = 16
 
 
-def _refuse(
-    platform: Platform, q: Tensor, kv_cache: Tensor, latent: int, chosen: Tensor | None
-) -> Refusal | None:
+def _unchosen(chosen: Tensor | None) -> Refusal | None:
     if chosen is None:
         return Refusal("argument", "AITER's kernel for chosen keys, and none are chosen")
-    return (
-        unfit(platform, unified_attention_sparse_mla)
-        or unlike(HALVES, q=q, kv_cache=kv_cache)
-        or unwalkable(q, kv_cache, latent)
-    )
+    return None
 
 
-@ops.mla_absorbed_attention.kernel("aiter", layout="paged", refuses=_refuse)
+@ops.mla_absorbed_attention.kernel(
+    "aiter",
+    layout="paged",
+    refuses=first_refusal(
+        _unchosen,
+        installed(unified_attention_sparse_mla),
+        named("q kv_cache", unlike, HALVES),
+        unwalkable,
+    ),
+)
 def mla_absorbed_attention(
     q: Tensor,
     kv_cache: Tensor,

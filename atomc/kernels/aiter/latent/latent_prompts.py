@@ -22,8 +22,8 @@ from atomc.kernels.aiter.latent.latent_walk import (
     refuse_chosen,
     unattended_latents,
 )
-from atomc.kernels.aiter.library import unfit
-from atomc.kernels.checks import first_refusal, scattered_blocks, strided, unlike, wrong_rank
+from atomc.kernels.aiter.library import installed
+from atomc.kernels.checks import first_refusal, named, scattered_blocks, strided, unlike, wrong_rank
 from atomc.kernels.row_views import as_heads, with_lead
 from atomc.ops.attention import loaded_values
 from atomc.ops.formats import HALVES
@@ -53,24 +53,21 @@ def _expanded(
     return [torch.cat((both[..., :nope], rotated), -1), both[..., nope:].contiguous()]
 
 
-def _refuse_mla_attention(
-    platform: Platform,
-    q_nope: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    weight: Tensor,
-) -> Refusal | None:
+def _odd_heads(q_nope: Tensor, q_rope: Tensor, weight: Tensor) -> Refusal | None:
     heads, nope = q_nope.shape[-2:]
-    return (
-        unfit(platform, flash_attn_func)
-        or unlike(HALVES, q_nope=q_nope, q_rope=q_rope, latent=latent, k_rope=k_rope, weight=weight)
-        or wrong_rank((3, 4), q_nope=q_nope)
-        or _odd_widths(nope + q_rope.shape[-1], weight.shape[0] // heads - nope)
-    )
+    return _odd_widths(nope + q_rope.shape[-1], weight.shape[0] // heads - nope)
 
 
-@ops.mla_attention.kernel("aiter", refuses=first_refusal(refuse_chosen, _refuse_mla_attention))
+@ops.mla_attention.kernel(
+    "aiter",
+    refuses=first_refusal(
+        refuse_chosen,
+        installed(flash_attn_func),
+        named("q_nope q_rope latent k_rope weight", unlike, HALVES),
+        named("q_nope", wrong_rank, (3, 4)),
+        _odd_heads,
+    ),
+)
 def mla_attention(
     q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, scale: float
 ) -> Tensor:
@@ -92,26 +89,31 @@ def mla_attention(
     return with_lead(out.contiguous(), q_nope)
 
 
-def _refuse_mla_paged_attention(
-    platform: Platform, q: Tensor, weight: Tensor, kv_cache: Tensor, kv_scale: Tensor | None
-) -> Refusal | None:
+def _odd_cached_heads(q: Tensor, weight: Tensor, kv_cache: Tensor) -> Refusal | None:
     heads, width = q.shape[-2:]
     nope = width - (kv_cache.shape[-1] - weight.shape[-1])
-    return (
-        unfit(platform, flash_attn_varlen_func)
-        or unlike(HALVES, q=q, weight=weight)
-        or _odd_widths(width, weight.shape[0] // heads - nope)
-        or scattered_blocks(kv_cache)
-        or strided(weight=weight)
-        or unattended_latents(platform, q, kv_cache, kv_scale, weight.shape[-1])
-    )
+    return _odd_widths(width, weight.shape[0] // heads - nope)
+
+
+def _unwalked(
+    platform: Platform, q: Tensor, weight: Tensor, kv_cache: Tensor, kv_scale: Tensor | None
+) -> Refusal | None:
+    return unattended_latents(platform, q, kv_cache, kv_scale, weight.shape[-1])
 
 
 @ops.mla_paged_attention.kernel(
     "aiter",
     layout="paged",
     tokens=PROMPTS,
-    refuses=first_refusal(refuse_chosen, _refuse_mla_paged_attention),
+    refuses=first_refusal(
+        refuse_chosen,
+        installed(flash_attn_varlen_func),
+        named("q weight", unlike, HALVES),
+        _odd_cached_heads,
+        lambda kv_cache: scattered_blocks(kv_cache),
+        named("weight", strided),
+        _unwalked,
+    ),
 )
 def mla_paged_attention(
     q: Tensor,

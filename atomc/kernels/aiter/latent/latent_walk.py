@@ -13,7 +13,7 @@ from torch import Tensor
 from atomc.kernels.aiter.attention.unified_attention import blank_padding
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
 from atomc.kernels.aiter.rows.kv_write import odd_blocks
-from atomc.kernels.checks import strided, unlike, unsupported
+from atomc.kernels.checks import named, strided, unlike, unsupported
 from atomc.kernels.row_views import as_heads
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
@@ -31,8 +31,7 @@ LEAST = 16
 PARTS = 8
 
 
-def refuse_chosen(platform: Platform, chosen: Tensor | None) -> Refusal | None:
-    return unsupported("AITER's attention over all keys", chosen=chosen)
+refuse_chosen = named("chosen", unsupported, "AITER's attention over all keys")
 
 
 def unattended_latents(

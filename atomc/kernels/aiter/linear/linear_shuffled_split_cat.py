@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, foreign_fp8, unfit
+from atomc.kernels.aiter.library import Function, foreign_operands, installed
 from atomc.kernels.aiter.linear.packing import shuffled_weight, untiled
-from atomc.kernels.checks import unlike, wrong_result
+from atomc.kernels.checks import first_refusal, unlike, wrong_result
 from atomc.kernels.row_views import as_rows
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
-from atomc.platform import Platform
 
 FUSED = "aiter.ops.triton.gemm.fused."
 fused_gemm_a8w8_blockscale_preshuffle_split_cat = Function(
@@ -77,21 +76,28 @@ def split_cat(
     return k.view(shapes[0]), v.view(shapes[1])
 
 
-def _refuse(
-    platform: Platform, x: Tensor, weight: Tensor, k_pe: Tensor, scheme: str, out_dtype: torch.dtype
-) -> Refusal | None:
+def _other_scheme(scheme: str) -> Refusal | None:
     if scheme != "fp8_block":
         return Refusal("argument", f"AITER's kernel multiplies in fp8 by blocks, not in {scheme}")
-    return (
-        unfit(platform, fused_gemm_a8w8_blockscale_preshuffle_split_cat)
-        or unlike(HALVES, k_pe=k_pe)
-        or wrong_result((k_pe.dtype,), out_dtype)
-        or foreign_fp8(platform, weight.dtype, x.dtype)
-        or partial_tiles(weight, BLOCK)
-    )
+    return None
 
 
-@ops.linear_split_cat.kernel("aiter", refuses=_refuse, prepare={"weight": tile_rows})
+def other_keys(k_pe: Tensor, out_dtype: torch.dtype) -> Refusal | None:
+    """Unless the rotated keys have the dtype of the result."""
+    return unlike(HALVES, k_pe=k_pe) or wrong_result((k_pe.dtype,), out_dtype)
+
+
+@ops.linear_split_cat.kernel(
+    "aiter",
+    refuses=first_refusal(
+        _other_scheme,
+        installed(fused_gemm_a8w8_blockscale_preshuffle_split_cat),
+        other_keys,
+        foreign_operands,
+        lambda weight: partial_tiles(weight, BLOCK),
+    ),
+    prepare={"weight": tile_rows},
+)
 def linear_split_cat(
     x: Tensor,
     weight: tuple[Tensor],

@@ -6,19 +6,18 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, no_mxfp4, unfit
+from atomc.kernels.aiter.library import Function, installed, no_mxfp4
 from atomc.kernels.aiter.linear.linear_shuffled_split_cat import (
     FUSED,
+    other_keys,
     partial_tiles,
     split_cat,
     tile_rows,
 )
 from atomc.kernels.aiter.linear.packing import relaid_scale, shuffled_scale
-from atomc.kernels.checks import unlike, wrong_result
+from atomc.kernels.checks import first_refusal
 from atomc.kernels.row_views import as_rows
-from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
-from atomc.platform import Platform
 
 fused_gemm_afp4wfp4_preshuffle_split_cat = Function(
     "fused_gemm_afp4wfp4_preshuffle_split_cat", f"{FUSED}fused_gemm_afp4wfp4_split_cat"
@@ -42,19 +41,13 @@ def _tile_rows(scales: Tensor) -> Tensor:
     return scales.view(scales.shape[0] // 32, -1)
 
 
-def _refuse(
-    platform: Platform, weight: Tensor, k_pe: Tensor, scheme: str, out_dtype: torch.dtype
-) -> Refusal | None:
+def _other_scheme(scheme: str) -> Refusal | None:
     if scheme != "mxfp4":
         return Refusal("argument", f"AITER's kernel multiplies in MXFP4, not in {scheme}")
-    if (
-        reason := unfit(platform, fused_gemm_afp4wfp4_preshuffle_split_cat)
-        or no_mxfp4(platform)
-        or unlike(HALVES, k_pe=k_pe)
-        or wrong_result((k_pe.dtype,), out_dtype)
-        or partial_tiles(weight, TILE_BYTES)
-    ):
-        return reason
+    return None
+
+
+def _odd_scales(weight: Tensor) -> Refusal | None:
     width = 2 * weight.shape[1]
     if width % AT_ONCE and width & (width - 1):
         return Refusal(
@@ -64,7 +57,16 @@ def _refuse(
 
 
 @ops.linear_split_cat.kernel(
-    "aiter", refuses=_refuse, prepare={"weight": tile_rows, "weight_scale": scale_rows}
+    "aiter",
+    refuses=first_refusal(
+        _other_scheme,
+        installed(fused_gemm_afp4wfp4_preshuffle_split_cat),
+        no_mxfp4,
+        other_keys,
+        lambda weight: partial_tiles(weight, TILE_BYTES),
+        _odd_scales,
+    ),
+    prepare={"weight": tile_rows, "weight_scale": scale_rows},
 )
 def linear_split_cat(
     x: Tensor,

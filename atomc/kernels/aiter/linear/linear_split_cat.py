@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, unfit
-from atomc.kernels.aiter.linear.linear_shuffled_split_cat import FUSED, split_cat
+from atomc.kernels.aiter.library import Function, foreign_operands, no_mxfp4, unfit
+from atomc.kernels.aiter.linear.linear_shuffled_split_cat import FUSED, other_keys, split_cat
 from atomc.kernels.aiter.linear.linear_shuffled_split_cat_mxfp4 import AT_ONCE
-from atomc.kernels.checks import unlike, wrong_result
-from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -27,15 +25,16 @@ FUNCTIONS = {
 
 
 def _refuse(
-    platform: Platform, x: Tensor, weight: Tensor, k_pe: Tensor, scheme: str, out_dtype: torch.dtype
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    k_pe: Tensor,
+    scheme: str,
+    out_dtype: torch.dtype,
 ) -> Refusal | None:
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER splits no product in {scheme}")
-    if (
-        reason := unfit(platform, FUNCTIONS[scheme])
-        or unlike(HALVES, k_pe=k_pe)
-        or wrong_result((k_pe.dtype,), out_dtype)
-    ):
+    if reason := unfit(platform, FUNCTIONS[scheme]) or other_keys(k_pe, out_dtype):
         return reason
     if scheme == "mxfp4":
         width = 2 * weight.shape[1]
@@ -51,7 +50,7 @@ def _refuse(
             "shape",
             f"rows of {weight.shape[1]}: AITER takes blocks of 128, and more than half of one",
         )
-    return foreign_fp8(platform, weight.dtype, x.dtype)
+    return foreign_operands(platform, x, weight)
 
 
 @ops.linear_split_cat.kernel("aiter", refuses=_refuse)

@@ -10,12 +10,12 @@ from atomc import ops
 from atomc.kernels.aiter.library import (
     Function,
     dense_rows,
-    foreign_fp8,
+    foreign_operands,
     gapped,
+    installed,
     no_mxfp4,
     product_of_rows,
     scattered,
-    unfit,
 )
 from atomc.kernels.aiter.linear.linear import gemm_a16w16
 from atomc.kernels.aiter.linear.packing import (
@@ -26,11 +26,10 @@ from atomc.kernels.aiter.linear.packing import (
     shuffled_scale,
     untiled,
 )
-from atomc.kernels.checks import uneven, unsupported, wrong_result
+from atomc.kernels.checks import first_refusal, named, uneven, unsupported, wrong_result
 from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 gemm_a8w8 = Function("gemm_a8w8", "aiter")
 gemm_a8w8_bpreshuffle = Function("gemm_a8w8_bpreshuffle", "aiter")
@@ -53,23 +52,22 @@ def unmultiplied(
     return scattered(x=x, weight=weight)
 
 
-def _refuse_fp8_tensor(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
-    if reason := unfit(platform, gemm_a16w16) or foreign_fp8(platform, weight.dtype, x.dtype):
-        return reason
+def _scaled_by_row(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
     if x_scale.dim() != 1 or weight_scale.dim() != 1:
         return Refusal("argument", "AITER's tuned products take one scale a tensor")
-    return unmultiplied(x, weight, bias, out_dtype) or gapped(x=x, weight=weight)
+    return None
 
 
-@ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse_fp8_tensor)
+@ops.scaled_linear_fp8.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(gemm_a16w16),
+        foreign_operands,
+        _scaled_by_row,
+        unmultiplied,
+        named("x weight", gapped),
+    ),
+)
 def scaled_linear_fp8(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -81,22 +79,7 @@ def scaled_linear_fp8(
     return with_lead(out, x)
 
 
-def _refuse_blocks(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    block: int,
-) -> Refusal | None:
-    if reason := (
-        unfit(platform, gemm_a8w8_blockscale)
-        or foreign_fp8(platform, weight.dtype, x.dtype)
-        or unmultiplied(x, weight, bias, out_dtype)
-    ):
-        return reason
+def _other_blocks(weight: Tensor, x_scale: Tensor, block: int) -> Refusal | None:
     if block != 128 or weight.shape[1] % 128:
         return Refusal(
             "shape",
@@ -104,10 +87,19 @@ def _refuse_blocks(
         )
     if scattered(x_scale=x_scale):
         return Refusal("layout", "AITER's kernel reads the scales row by row")
-    return gapped(weight_scale=weight_scale)
+    return None
 
 
-@ops.scaled_linear_fp8_block.kernel("aiter", refuses=_refuse_blocks)
+@ops.scaled_linear_fp8_block.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(gemm_a8w8_blockscale),
+        foreign_operands,
+        unmultiplied,
+        _other_blocks,
+        named("weight_scale", gapped),
+    ),
+)
 def scaled_linear_fp8_block(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -115,22 +107,10 @@ def scaled_linear_fp8_block(
     return product_of_rows(gemm_a8w8_blockscale, x, weight, x_scale, weight_scale, dtype=out_dtype)
 
 
-def _refuse_int8(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
-    return (
-        unfit(platform, gemm_a8w8)
-        or unmultiplied(x, weight, bias, out_dtype)
-        or gapped(weight=weight, weight_scale=weight_scale)
-    )
-
-
-@ops.scaled_linear_int8.kernel("aiter", refuses=_refuse_int8)
+@ops.scaled_linear_int8.kernel(
+    "aiter",
+    refuses=first_refusal(installed(gemm_a8w8), unmultiplied, named("weight weight_scale", gapped)),
+)
 def scaled_linear_int8(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -144,27 +124,18 @@ def not_mxfp4(x: Tensor, x_scale: Tensor | None) -> Refusal | None:
     return Refusal("dtype", f"AITER's kernel multiplies MXFP4 by MXFP4, here x is {x.dtype}")
 
 
-def _refuse_mxfp4(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
-    return (
-        unfit(platform, gemm_a4w4)
-        or no_mxfp4(platform)
-        or not_mxfp4(x, x_scale)
-        or wrong_result((torch.bfloat16,), out_dtype)
-        or unmultiplied(x, weight, bias, out_dtype)
-        or untiled(weight)
-        or uneven(2 * weight.shape[1], AT_ONCE)
-    )
-
-
 @ops.linear_mxfp4.kernel(
-    "aiter", refuses=_refuse_mxfp4, prepare={"weight": relaid_weight, "weight_scale": relaid_scale}
+    "aiter",
+    refuses=first_refusal(
+        installed(gemm_a4w4),
+        no_mxfp4,
+        not_mxfp4,
+        named("out_dtype", wrong_result, (torch.bfloat16,)),
+        unmultiplied,
+        untiled,
+        lambda weight: uneven(2 * weight.shape[1], AT_ONCE),
+    ),
+    prepare={"weight": relaid_weight, "weight_scale": relaid_scale},
 )
 def linear_mxfp4(
     x: Tensor,

@@ -8,35 +8,23 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.library import foreign_fp8, gapped, product_of_rows, unfit
+from atomc.kernels.aiter.library import (
+    foreign_operands,
+    gapped,
+    installed,
+    product_of_rows,
+)
 from atomc.kernels.aiter.linear.packing import relaid_weight, untiled
 from atomc.kernels.aiter.linear.scaled_linear import gemm_a8w8_blockscale_bpreshuffle, unmultiplied
+from atomc.kernels.checks import first_refusal, named
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 BLOCK = 128
 # CK's kernel for weights that AITER's table does not list has whole tiles of so many outputs.
 OUTPUTS = 64
 
 
-def _refuse(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    block: int,
-) -> Refusal | None:
-    if reason := (
-        unfit(platform, gemm_a8w8_blockscale_bpreshuffle)
-        or foreign_fp8(platform, weight.dtype, x.dtype)
-        or unmultiplied(x, weight, bias, out_dtype)
-        or untiled(weight)
-        or gapped(weight_scale=weight_scale)
-    ):
-        return reason
+def _partial_tiles(weight: Tensor, x_scale: Tensor, block: int) -> Refusal | None:
     n, k = weight.shape
     if block != BLOCK or n % OUTPUTS or k % BLOCK:
         return Refusal(
@@ -51,7 +39,18 @@ def _refuse(
     return None
 
 
-@ops.scaled_linear_fp8_block.kernel("aiter", refuses=_refuse, prepare={"weight": relaid_weight})
+@ops.scaled_linear_fp8_block.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(gemm_a8w8_blockscale_bpreshuffle),
+        foreign_operands,
+        unmultiplied,
+        untiled,
+        named("weight_scale", gapped),
+        _partial_tiles,
+    ),
+    prepare={"weight": relaid_weight},
+)
 def scaled_linear_fp8_block(
     x: Tensor, weight: tuple[Tensor], x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:

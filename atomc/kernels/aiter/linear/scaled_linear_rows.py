@@ -6,11 +6,18 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import dense_rows, foreign_fp8, gapped, product_of_rows, unfit
+from atomc.kernels.aiter.library import (
+    dense_rows,
+    foreign_operands,
+    foreign_weight,
+    gapped,
+    installed,
+    product_of_rows,
+)
 from atomc.kernels.aiter.linear.packing import relaid_weight, untiled
 from atomc.kernels.aiter.linear.scaled_linear import gemm_a8w8_bpreshuffle, unmultiplied
+from atomc.kernels.checks import first_refusal, named
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 # CK's kernels with a shuffled weight need whole tiles of the weight. Which kernel runs depends on
 # the number of rows, too; these are the tiles of all of them: from so many inputs on, a multiple of
@@ -30,31 +37,28 @@ def _unfilled(outputs: int, inputs: int) -> Refusal | None:
     return Refusal("shape", f"rows of {inputs}: CK's kernels take {TILES[-1][0]} and more")
 
 
-def _refuse(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
-    if reason := unfit(platform, gemm_a8w8_bpreshuffle) or foreign_fp8(platform, weight.dtype):
-        return reason
+def _other_scales(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
     if x_scale.dim() < 2 or weight_scale.dim() != 2:
         return Refusal(
             "argument", "AITER's kernel takes a scale for each token and for each output"
         )
-    return (
-        foreign_fp8(platform, x.dtype)
-        or unmultiplied(x, weight, bias, out_dtype)
-        or untiled(weight)
-        or _unfilled(*weight.shape)
-        or gapped(weight_scale=weight_scale)
-    )
+    return None
 
 
-@ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse, prepare={"weight": relaid_weight})
+@ops.scaled_linear_fp8.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(gemm_a8w8_bpreshuffle),
+        foreign_weight,
+        _other_scales,
+        foreign_operands,
+        unmultiplied,
+        untiled,
+        lambda weight: _unfilled(*weight.shape),
+        named("weight_scale", gapped),
+    ),
+    prepare={"weight": relaid_weight},
+)
 def scaled_linear_fp8(
     x: Tensor, weight: tuple[Tensor], x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:

@@ -7,14 +7,16 @@ from atomc import ops
 from atomc.kernels.aiter.library import (
     Function,
     dense_rows,
-    foreign_fp8,
+    foreign_operands,
+    foreign_weight,
+    installed,
     no_mxfp4,
     product_of_rows,
     scattered,
     unfit,
 )
 from atomc.kernels.aiter.linear.scaled_linear import not_mxfp4
-from atomc.kernels.checks import unsupported, wrong_result
+from atomc.kernels.checks import first_refusal, named, unsupported, wrong_result
 from atomc.kernels.row_views import as_rows
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
@@ -51,22 +53,6 @@ def _other_scales(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
     return None
 
 
-def _refuse_fp8(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
-    return (
-        unfit(platform, triton_gemm_a8w8)
-        or foreign_fp8(platform, weight.dtype, x.dtype)
-        or _other_scales(x_scale, weight_scale)
-        or _unmultiplied(x, weight, out_dtype)
-    )
-
-
 def _multiplied(
     x: Tensor,
     weight: Tensor,
@@ -79,7 +65,12 @@ def _multiplied(
     return product_of_rows(triton_gemm_a8w8, x, weight, *scales, dtype=out_dtype, bias=bias)
 
 
-@ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse_fp8)
+@ops.scaled_linear_fp8.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(triton_gemm_a8w8), foreign_operands, _other_scales, _unmultiplied
+    ),
+)
 def scaled_linear_fp8(
     x: Tensor,
     weight: Tensor,
@@ -91,13 +82,9 @@ def scaled_linear_fp8(
     return _multiplied(x, weight, x_scale, weight_scale, bias, out_dtype)
 
 
-def _refuse_int8(
-    platform: Platform, x: Tensor, weight: Tensor, out_dtype: torch.dtype
-) -> Refusal | None:
-    return unfit(platform, triton_gemm_a8w8) or _unmultiplied(x, weight, out_dtype)
-
-
-@ops.scaled_linear_int8.kernel("aiter", refuses=_refuse_int8)
+@ops.scaled_linear_int8.kernel(
+    "aiter", refuses=first_refusal(installed(triton_gemm_a8w8), _unmultiplied)
+)
 def scaled_linear_int8(
     x: Tensor,
     weight: Tensor,
@@ -109,18 +96,7 @@ def scaled_linear_int8(
     return _multiplied(x, weight, x_scale, weight_scale, bias, out_dtype)
 
 
-def _refuse_blocks(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    block: int,
-) -> Refusal | None:
-    if reason := unfit(platform, triton_gemm_a8w8_blockscale) or foreign_fp8(
-        platform, weight.dtype
-    ):
-        return reason
+def _other_blocks(weight: Tensor, bias: Tensor | None, block: int) -> Refusal | None:
     if bias is not None:
         return Refusal("argument", "AITER's kernel adds no bias")
     if block != 128 or weight.shape[1] <= 64:
@@ -129,10 +105,19 @@ def _refuse_blocks(
             f"blocks of {block} in rows of {weight.shape[1]}: AITER takes blocks of 128, and "
             "more than half of one",
         )
-    return foreign_fp8(platform, x.dtype) or _unmultiplied(x, weight, out_dtype)
+    return None
 
 
-@ops.scaled_linear_fp8_block.kernel("aiter", refuses=_refuse_blocks)
+@ops.scaled_linear_fp8_block.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(triton_gemm_a8w8_blockscale),
+        foreign_weight,
+        _other_blocks,
+        foreign_operands,
+        _unmultiplied,
+    ),
+)
 def scaled_linear_fp8_block(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -141,20 +126,7 @@ def scaled_linear_fp8_block(
     )
 
 
-def _refuse_mxfp4(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
-    if (
-        reason := unfit(platform, triton_gemm_afp4wfp4)
-        or no_mxfp4(platform)
-        or not_mxfp4(x, x_scale)
-    ):
-        return reason
+def _past_the_end(platform: Platform, weight: Tensor) -> Refusal | None:
     width = 2 * weight.shape[1]
     if width % AT_ONCE and unfit(platform, joins_splits):
         return Refusal(
@@ -162,10 +134,20 @@ def _refuse_mxfp4(
             f"rows of {width}: this AITER reads scales of {AT_ONCE} at a time, past the end of "
             "the last row",
         )
-    return unsupported("AITER's kernel", bias=bias) or _unmultiplied(x, weight, out_dtype)
+    return None
 
 
-@ops.linear_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)
+@ops.linear_mxfp4.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(triton_gemm_afp4wfp4),
+        no_mxfp4,
+        not_mxfp4,
+        _past_the_end,
+        named("bias", unsupported, "AITER's kernel"),
+        _unmultiplied,
+    ),
+)
 def linear_mxfp4(
     x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:

@@ -5,8 +5,15 @@ fp32, rounded once.
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, neighbours, scattered, side_by_side, unfit
-from atomc.kernels.checks import uneven, unknown, unlike
+from atomc.kernels.aiter.library import (
+    Function,
+    installed,
+    neighbours,
+    scattered,
+    side_by_side,
+    unfit,
+)
+from atomc.kernels.checks import first_refusal, uneven, unknown, unlike
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -41,11 +48,11 @@ def _gated(function: Function, gate: Tensor, up: Tensor) -> Tensor:
     return out.view(gate.shape)
 
 
-def _refuse_silu_and_mul(platform: Platform, gate: Tensor, up: Tensor) -> Refusal | None:
-    return unfit(platform, aiter_silu_and_mul) or _halves_of_rows(gate, up)
-
-
-@ops.silu_and_mul.kernel("aiter", refuses=_refuse_silu_and_mul, rounds="once")
+@ops.silu_and_mul.kernel(
+    "aiter",
+    refuses=first_refusal(installed(aiter_silu_and_mul), _halves_of_rows),
+    rounds="once",
+)
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return _gated(aiter_silu_and_mul, gate, up)
 

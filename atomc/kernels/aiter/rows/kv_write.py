@@ -5,11 +5,17 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.checks import scattered_slots, unlike, unsupported, wrong_rank
+from atomc.kernels.aiter.library import Function, installed
+from atomc.kernels.checks import (
+    first_refusal,
+    named,
+    scattered_slots,
+    unlike,
+    unsupported,
+    wrong_rank,
+)
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 reshape_and_cache_flash = Function("reshape_and_cache_flash", "aiter")
 
@@ -73,34 +79,25 @@ def apart(**tensors: Tensor) -> Refusal | None:
     return None
 
 
-def _refuse(
-    platform: Platform,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> Refusal | None:
-    return (
-        unfit(platform, reshape_and_cache_flash)
-        or unlike(HALVES, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-        or scaled(k_scale=k_scale, v_scale=v_scale)
-        or wrong_rank((3,), k=k, v=v)
-        or apart(k=k, v=v)
-        or unpaged(k_cache, v_cache, slots)
-        or _unequal_blocks(k_cache, v_cache)
-    )
-
-
 def _unequal_blocks(k_cache: Tensor, v_cache: Tensor) -> Refusal | None:
     if known_equal(k_cache.stride(0), v_cache.stride(0)):
         return None
     return Refusal("layout", "the blocks of keys are further apart than those of values, or nearer")
 
 
-@ops.kv_write.kernel("aiter", layout="paged", refuses=_refuse)
+@ops.kv_write.kernel(
+    "aiter",
+    layout="paged",
+    refuses=first_refusal(
+        installed(reshape_and_cache_flash),
+        named("k v k_cache v_cache", unlike, HALVES),
+        named("k_scale v_scale", scaled),
+        named("k v", wrong_rank, (3,)),
+        named("k v", apart),
+        unpaged,
+        _unequal_blocks,
+    ),
+)
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
     if k.numel():
         one = k.new_ones(1, dtype=torch.float32)  # read by the kernel, also where it scales nothing

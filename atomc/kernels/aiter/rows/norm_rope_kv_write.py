@@ -10,13 +10,12 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.aiter.rows.kv_write import odd_blocks, odd_heads, scaled, unpaged
 from atomc.kernels.aiter.rows.rope import moving, not_by_token, rotated_width
-from atomc.kernels.checks import unlike
+from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
-from atomc.platform import Platform
 
 fused_qkv_split_qk_norm_rope_cache = Function(
     "fused_qkv_split_qk_norm_rope_cache",
@@ -78,46 +77,30 @@ def _wider_than_head(q: Tensor, cos: Tensor, rope_style: str) -> Refusal | None:
     )
 
 
-def _refuse(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    norm_style: str,
-    rope_style: str,
+def _unlike_weights(
+    q: Tensor, q_weight: Tensor, k_weight: Tensor, norm_style: str
 ) -> Refusal | None:
-    return (
-        unfit(platform, fused_qkv_split_qk_norm_rope_cache)
-        or unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
-        or (
-            unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight)
-            if norm_style == "after"
-            else None
-        )
-        or scaled(k_scale=k_scale, v_scale=v_scale)
-        or moving(rope_style)
-        or odd_heads(q, k, v)
-        or _separate(q, k, v)
-        or _wider_than_head(q, cos, rope_style)
-        or not_by_token(q, cos, sin)
-        or odd_blocks(k_cache)
-        or unpaged(k_cache, v_cache, slots)
-    )
+    if norm_style != "after":
+        return None
+    return unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight)
 
 
 @ops.qk_norm_rope_kv_write.kernel(
     "aiter",
     layout="paged",
-    refuses=_refuse,
+    refuses=first_refusal(
+        installed(fused_qkv_split_qk_norm_rope_cache),
+        named("q k v cos sin k_cache v_cache", unlike, HALVES),
+        _unlike_weights,
+        named("k_scale v_scale", scaled),
+        moving,
+        odd_heads,
+        _separate,
+        _wider_than_head,
+        not_by_token,
+        lambda k_cache: odd_blocks(k_cache),
+        unpaged,
+    ),
     rounds="once",
     prepare={"q_weight": _less_one, "k_weight": _less_one},
 )

@@ -7,13 +7,17 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, dense_rows, foreign_fp8, unfit
+from atomc.kernels.aiter.library import (
+    Function,
+    dense_rows,
+    foreign_codes,
+    installed,
+)
 from atomc.kernels.aiter.linear.packing import e2m1_view, e8m0_view
-from atomc.kernels.checks import uneven, unlike
+from atomc.kernels.checks import first_refusal, uneven, unlike
 from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 static_per_tensor_quant = Function("static_per_tensor_quant", "aiter")
 dynamic_per_token_scaled_quant = Function(
@@ -34,12 +38,7 @@ def _rows_of_halves(x: Tensor) -> Refusal | None:
     return unlike(HALVES, x=x) or uneven(x.shape[-1], STORED_CODES)
 
 
-def refuse_static(platform: Platform, x: Tensor, dtype: torch.dtype) -> Refusal | None:
-    return (
-        unfit(platform, static_per_tensor_quant)
-        or foreign_fp8(platform, dtype)
-        or _rows_of_halves(x)
-    )
+refuse_static = first_refusal(installed(static_per_tensor_quant), foreign_codes, _rows_of_halves)
 
 
 @ops.quant_fp8_static.kernel("aiter", refuses=refuse_static)
@@ -51,12 +50,9 @@ def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.view(x.shape)
 
 
-def refuse_per_token(platform: Platform, x: Tensor, dtype: torch.dtype) -> Refusal | None:
-    return (
-        unfit(platform, dynamic_per_token_scaled_quant)
-        or foreign_fp8(platform, dtype)
-        or _rows_of_halves(x)
-    )
+refuse_per_token = first_refusal(
+    installed(dynamic_per_token_scaled_quant), foreign_codes, _rows_of_halves
+)
 
 
 @ops.quant_fp8_per_token.kernel("aiter", refuses=refuse_per_token)
@@ -69,13 +65,7 @@ def quant_fp8_per_token(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes.view(x.shape), with_lead(scales, x)
 
 
-def refuse_group(platform: Platform, x: Tensor, group: int, dtype: torch.dtype) -> Refusal | None:
-    if (
-        reason := unfit(platform, dynamic_per_token_scaled_quant)
-        or foreign_fp8(platform, dtype)
-        or _rows_of_halves(x)
-    ):
-        return reason
+def _partial_groups(x: Tensor, group: int) -> Refusal | None:
     if group not in (32, 64, 128) or x.shape[-1] % group:
         return Refusal(
             "shape",
@@ -83,6 +73,9 @@ def refuse_group(platform: Platform, x: Tensor, group: int, dtype: torch.dtype) 
             "32, 64 or 128",
         )
     return None
+
+
+refuse_group = first_refusal(refuse_per_token, _partial_groups)
 
 
 @ops.quant_fp8_group.kernel("aiter", refuses=refuse_group)
@@ -101,18 +94,20 @@ def quant_fp8_group(
     return codes.view(x.shape), with_lead(rows, x)
 
 
-def refuse_mxfp4(platform: Platform, x: Tensor, rounding: str) -> Refusal | None:
-    if (
-        reason := unfit(platform, dynamic_per_group_scaled_quant_fp4)
-        or _rows_of_halves(x)
-        or uneven(x.shape[-1], 32)
-    ):
-        return reason
+def _other_rounding(rounding: str) -> Refusal | None:
     if rounding != "up":
         return Refusal(
             "argument", f"AITER's compiled kernel rounds scales up, here rounding={rounding!r}"
         )
     return None
+
+
+refuse_mxfp4 = first_refusal(
+    installed(dynamic_per_group_scaled_quant_fp4),
+    _rows_of_halves,
+    lambda x: uneven(x.shape[-1], 32),
+    _other_rounding,
+)
 
 
 @ops.quant_mxfp4.kernel("aiter", refuses=refuse_mxfp4)

@@ -40,12 +40,14 @@ def table_dimension(x: Tensor, cos: Tensor) -> int | None:
     return long[0]
 
 
-def moving(style: str) -> Refusal | None:
-    if style in ROTATIONS:
+def moving(rope_style: str) -> Refusal | None:
+    if rope_style in ROTATIONS:
         return None
-    if style == "pairs":
+    if rope_style == "pairs":
         return Refusal("argument", "AITER's pairs have half-width tables")
-    return Refusal("argument", f"AITER writes a pair back where it was, style={style!r} moves it")
+    return Refusal(
+        "argument", f"AITER writes a pair back where it was, style={rope_style!r} moves it"
+    )
 
 
 def partly_rotated(width: int, cos: Tensor, style: str) -> Refusal | None:
@@ -56,11 +58,11 @@ def partly_rotated(width: int, cos: Tensor, style: str) -> Refusal | None:
     return Refusal("shape", f"{rotated} of {width} columns rotate: AITER's kernel rotates all")
 
 
-def not_by_token(x: Tensor, cos: Tensor, sin: Tensor) -> Refusal | None:
-    """Unless the tables have a row for each token of x [T, heads, D], with the same strides in
+def not_by_token(q: Tensor, cos: Tensor, sin: Tensor) -> Refusal | None:
+    """Unless the tables have a row for each token of q [T, heads, D], with the same strides in
     both.
     """
-    if table_dimension(x, cos) != 0 or table_dimension(x, sin) != 0:
+    if table_dimension(q, cos) != 0 or table_dimension(q, sin) != 0:
         return Refusal("shape", "the tables do not have a row for each token")
     if not all(known_equal(a, b) for a, b in zip(cos.stride(), sin.stride(), strict=True)):
         return Refusal("layout", "the tables of cos and sin differ in strides")

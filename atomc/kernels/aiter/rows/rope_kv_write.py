@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.aiter.rows.kv_write import coded, odd_blocks, odd_heads, unpaged
 from atomc.kernels.aiter.rows.rope import empty_rotated, moving, not_by_token, partly_rotated
-from atomc.kernels.checks import first_refusal, unlike
+from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.ops.formats import HALVES
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 fused_qk_rope_reshape_and_cache = Function(
     "fused_qk_rope_reshape_and_cache",
@@ -22,38 +20,23 @@ fused_qk_rope_reshape_and_cache = Function(
 )
 
 
-def unrotatable_heads(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    rope_style: str,
-) -> Refusal | None:
-    """Why `written` does not serve these, whatever the layout of the caches."""
-    return (
-        unfit(platform, fused_qk_rope_reshape_and_cache)
-        or unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin)
-        or coded(k_scale, v_scale, k_cache=k_cache, v_cache=v_cache)
-        or moving(rope_style)
-        or odd_heads(q, k, v)
-        or partly_rotated(q.shape[-1], cos, rope_style)
-        or not_by_token(q, cos, sin)
-        or odd_blocks(k_cache)
-    )
-
-
-def _refuse(platform: Platform, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Refusal | None:
-    return unpaged(k_cache, v_cache, slots)
+# Why `written` does not serve these, whatever the layout of the caches.
+unrotatable_heads = first_refusal(
+    installed(fused_qk_rope_reshape_and_cache),
+    named("q k v cos sin", unlike, HALVES),
+    lambda k_scale, v_scale, k_cache, v_cache: coded(
+        k_scale, v_scale, k_cache=k_cache, v_cache=v_cache
+    ),
+    moving,
+    odd_heads,
+    lambda q, cos, rope_style: partly_rotated(q.shape[-1], cos, rope_style),
+    not_by_token,
+    lambda k_cache: odd_blocks(k_cache),
+)
 
 
 @ops.rope_kv_write.kernel(
-    "aiter", layout="paged", refuses=first_refusal(unrotatable_heads, _refuse)
+    "aiter", layout="paged", refuses=first_refusal(unrotatable_heads, unpaged)
 )
 def rope_kv_write(
     q: Tensor,

@@ -4,6 +4,7 @@ groups on the device: it can be captured in a CUDA graph.
 T tokens, k choices of each, P = T * k pairs, as in experts.py.
 """
 
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -52,10 +53,8 @@ def moe_experts(
     weight_on_input: bool,
     **gate: Unpack[Gate],
 ) -> Tensor:
-    def gate(h: Tensor) -> Tensor:
-        return gated(h, **gate)
-
     by_pair = x.new_empty(ids.numel(), x.shape[1])
     on_input = weights if weight_on_input else None
-    grouped_experts(by_pair, x, ids, w13, w2, b13, b2, gate, on_input)
+    between = partial(gated, **gate)
+    grouped_experts(by_pair, x, ids, w13, w2, b13, b2, between, on_input)
     return weighted_sum(by_pair, ids, None if weight_on_input else weights)
