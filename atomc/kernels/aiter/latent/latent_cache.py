@@ -6,12 +6,15 @@ ours is that in layout `paged`. Its segmented pages (all latents of a page, then
 another layout, which no kernel of atomc calls.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.latent.latent_rows import (
     LatentRows,
+    Operands,
     latent_rows,
     outside_of_latents,
     unbatched,
@@ -200,25 +203,19 @@ def write_queries(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> Tensor:
 
 def _refuse_mla_rope_kv_write(
     platform: Platform,
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
     scale: Tensor | None,
-    rope_style: str,
+    **operands: Unpack[Operands],
 ) -> Refusal | None:
     if reason := unfit(platform):
         return reason
-    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    rows = latent_rows(**operands)
     return (
         unwritable_queries(platform, rows, kv_cache, slots, scale)
-        or unlike(HALVES, q_nope=q_nope, kv_c=kv_c)
-        or outside_of_latents(q_nope, kv_c)
-        or strided(q_nope=q_nope)
+        or unlike(HALVES, q_nope=rows.q_nope, kv_c=rows.kv_c)
+        or outside_of_latents(rows.q_nope, rows.kv_c)
+        or strided(q_nope=rows.q_nope)
         or _off_vectors(q_nope=rows.q_nope)
     )
 
@@ -227,16 +224,8 @@ def _refuse_mla_rope_kv_write(
     "aiter", layout="paged", refuses=_refuse_mla_rope_kv_write, rounds="once"
 )
 def mla_rope_kv_write(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    rope_style: str,
+    kv_cache: Tensor, slots: Tensor, **operands: Unpack[Operands]
 ) -> tuple[Tensor, Tensor]:
-    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    rows = latent_rows(**operands)
     out = write_queries(rows, kv_cache, slots)
-    return with_lead(out, q_nope), kv_c.new_empty((0,))
+    return with_lead(out, operands["q_nope"]), out.new_empty((0,))

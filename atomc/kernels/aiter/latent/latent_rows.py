@@ -2,12 +2,24 @@
 that rotate as AITER has them.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
 from atomc.ops.op import Refusal
+
+
+class Operands(TypedDict):
+    """Arguments of mla_rope_kv_write and bmm_rope_kv_write."""
+
+    q_nope: Tensor
+    q_pe: Tensor
+    kv_c: Tensor
+    k_pe: Tensor
+    cos: Tensor
+    sin: Tensor
+    rope_style: str
 
 
 class LatentRows(NamedTuple):

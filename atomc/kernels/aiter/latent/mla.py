@@ -2,11 +2,18 @@
 behind a product by head in fp8 or MXFP4 where the op has one. The latent is a power of two wide.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.latent.latent_rows import LatentRows, latent_rows, outside_of_latents
+from atomc.kernels.aiter.latent.latent_rows import (
+    LatentRows,
+    Operands,
+    latent_rows,
+    outside_of_latents,
+)
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rows.kv_write import coded
 from atomc.kernels.aiter.rows.rope import moving, not_by_token, partly_rotated
@@ -57,38 +64,22 @@ def _odd_widths(latent: int, rotated: int) -> Refusal | None:
 
 
 def _refuse_mla_rope_kv_write(
-    platform: Platform,
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    scale: Tensor | None,
-    rope_style: str,
+    platform: Platform, kv_cache: Tensor, scale: Tensor | None, **operands: Unpack[Operands]
 ) -> Refusal | None:
     if reason := unfit(platform, fused_qk_rope_cat_and_cache_mla):
         return reason
-    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
-    return _unwritable(rows, kv_cache, scale) or outside_of_latents(q_nope, kv_c)
+    rows = latent_rows(**operands)
+    return _unwritable(rows, kv_cache, scale) or outside_of_latents(rows.q_nope, rows.kv_c)
 
 
 @ops.mla_rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse_mla_rope_kv_write)
 def mla_rope_kv_write(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    rope_style: str,
+    kv_cache: Tensor, slots: Tensor, **operands: Unpack[Operands]
 ) -> tuple[Tensor, Tensor]:
-    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
-    out = q_nope.new_empty((*rows.q_nope.shape[:-1], q_nope.shape[-1] + q_pe.shape[-1]))
-    if q_nope.numel():
+    rows = latent_rows(**operands)
+    width = rows.q_nope.shape[-1] + rows.q_pe.shape[-1]
+    out = rows.q_nope.new_empty((*rows.q_nope.shape[:-1], width))
+    if out.numel():
         fused_qk_rope_cat_and_cache_mla(
             rows.q_nope,
             rows.q_pe,
@@ -98,7 +89,7 @@ def mla_rope_kv_write(
             apply_scale=False,
             q_out=out,
         )
-    return with_lead(out, q_nope), kv_c.new_empty((0,))
+    return with_lead(out, operands["q_nope"]), out.new_empty((0,))
 
 
 def _written(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
@@ -117,20 +108,14 @@ def _written(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor,
 
 def _refuse_bmm_rope_kv_write(
     platform: Platform,
-    q_nope: Tensor,
     weight: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     kv_cache: Tensor,
     scale: Tensor | None,
     scheme: str,
-    rope_style: str,
     group: int,
     dtype: torch.dtype,
     rounding: str,
+    **operands: Unpack[Operands],
 ) -> Refusal | None:
     if scheme not in ("fp8", "mxfp4"):
         return Refusal("argument", f"AITER has no product by head in {scheme}")
@@ -144,34 +129,27 @@ def _refuse_bmm_rope_kv_write(
     if scheme == "fp8" and (reason := foreign_fp8(platform, weight.dtype, dtype)):
         return reason
     product = odd_group(group) if scheme == "fp8" else rounded_up(rounding) or no_mxfp4(platform)
-    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
-    return product or _unwritable(rows, kv_cache, scale)
+    return product or _unwritable(latent_rows(**operands), kv_cache, scale)
 
 
 @ops.bmm_rope_kv_write.kernel(
     "aiter", layout="paged", refuses=_refuse_bmm_rope_kv_write, rounds="once"
 )
 def bmm_rope_kv_write(
-    q_nope: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
     scheme: str,
-    rope_style: str,
     group: int,
+    **operands: Unpack[Operands],
 ) -> tuple[Tensor, Tensor]:
-    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
-    shape = (*q_nope.shape[:-1], weight.shape[1] + q_pe.shape[-1])
-    token = kv_c.new_empty((0,))
+    rows, q_nope = latent_rows(**operands), operands["q_nope"]
+    shape = (*q_nope.shape[:-1], weight.shape[1] + rows.q_pe.shape[-1])
+    token = rows.kv_c.new_empty((0,))
     if not q_nope.numel():
         return q_nope.new_empty(shape), token
-    operands = (
+    products = (
         rows.q_nope.transpose(0, 1),
         weight,
         weight_scale,
@@ -180,7 +158,7 @@ def bmm_rope_kv_write(
     )
     how = {"is_neox": rows.style != "gptj", "q_out_dtype": q_nope.dtype}
     if scheme == "fp8":
-        out = fused_fp8_bmm_rope_cat_and_cache_mla(*operands, group_size=group, **how)[0]
+        out = fused_fp8_bmm_rope_cat_and_cache_mla(*products, group_size=group, **how)[0]
     else:
-        out = fused_fp4_bmm_rope_cat_and_cache_mla(*operands, **how)[0]
+        out = fused_fp4_bmm_rope_cat_and_cache_mla(*products, **how)[0]
     return out.view(shape), token

@@ -3,6 +3,8 @@ its write one after the other; queries that are multiplied by head in other size
 product and the write with a rotation.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from atomc.kernels.aiter.latent.latent_cache import (
     write_queries,
     write_tokens,
 )
-from atomc.kernels.aiter.latent.latent_rows import latent_rows
+from atomc.kernels.aiter.latent.latent_rows import Operands, latent_rows
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rows.rope import refuse_rope, rope
 from atomc.kernels.checks import odd_group, unlike, wrong_rank
@@ -39,23 +41,17 @@ batched_gemm_a16wfp4 = Function(
 
 def _refuse_mla_rope_kv_write(
     platform: Platform,
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
     scale: Tensor | None,
-    rope_style: str,
+    **operands: Unpack[Operands],
 ) -> Refusal | None:
     if reason := unfit(platform):
         return reason
-    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    rows = latent_rows(**operands)
     return (
         unwritable_tokens(platform, rows.kv_c, rows.k_pe, kv_cache, slots, scale)
-        or unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c)
+        or unlike(HALVES, q_nope=rows.q_nope, q_pe=rows.q_pe, kv_c=rows.kv_c)
         or wrong_rank((3,), q_pe=rows.q_pe)
         or refuse_rope(platform, rows.q_pe, rows.cos, rows.sin, rows.style)
         or refuse_rope(platform, rows.k_pe, rows.cos, rows.sin, rows.style)
@@ -66,41 +62,26 @@ def _refuse_mla_rope_kv_write(
     "aiter", layout="paged", refuses=_refuse_mla_rope_kv_write, rounds="once"
 )
 def mla_rope_kv_write(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None,
-    rope_style: str,
+    kv_cache: Tensor, slots: Tensor, scale: Tensor | None, **operands: Unpack[Operands]
 ) -> tuple[Tensor, Tensor]:
-    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    rows = latent_rows(**operands)
     q_rotated, k_rotated = (rope(x, rows.cos, rows.sin, rows.style) for x in (rows.q_pe, rows.k_pe))
     write_tokens(rows.kv_c, k_rotated, kv_cache, slots, scale)
     out = torch.cat((rows.q_nope, q_rotated), -1)
-    return with_lead(out, q_nope), kv_c.new_empty((0,))
+    return with_lead(out, operands["q_nope"]), rows.kv_c.new_empty((0,))
 
 
 def _refuse_bmm_rope_kv_write(
     platform: Platform,
-    q_nope: Tensor,
     weight: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
     scale: Tensor | None,
     scheme: str,
-    rope_style: str,
     group: int,
     dtype: torch.dtype,
     rounding: str,
+    **operands: Unpack[Operands],
 ) -> Refusal | None:
     if scheme not in ("fp8", "mxfp4"):
         return Refusal("argument", f"AITER has no product by head in {scheme}")
@@ -110,11 +91,11 @@ def _refuse_bmm_rope_kv_write(
         product = foreign_fp8(platform, weight.dtype, dtype) or odd_group(group)
     else:
         product = no_mxfp4(platform) or rounded_up(rounding)
-    if reason := product or unlike(HALVES, q_nope=q_nope, kv_c=kv_c):
+    rows = latent_rows(**operands)
+    if reason := product or unlike(HALVES, q_nope=rows.q_nope, kv_c=rows.kv_c):
         return reason
-    if not known_equal(weight.shape[1], kv_c.shape[-1]):
+    if not known_equal(weight.shape[1], rows.kv_c.shape[-1]):
         return Refusal("shape", "the weight does not lead to the latent space")
-    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     return unwritable_queries(platform, rows, kv_cache, slots, scale)
 
 
@@ -122,24 +103,18 @@ def _refuse_bmm_rope_kv_write(
     "aiter", layout="paged", refuses=_refuse_bmm_rope_kv_write, rounds="once"
 )
 def bmm_rope_kv_write(
-    q_nope: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
     scheme: str,
-    rope_style: str,
     group: int,
+    **operands: Unpack[Operands],
 ) -> tuple[Tensor, Tensor]:
-    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    rows = latent_rows(**operands)
     latent = _multiplied(rows.q_nope, weight, weight_scale, scheme, group)
     out = write_queries(rows._replace(q_nope=latent), kv_cache, slots)
-    return with_lead(out, q_nope), kv_c.new_empty((0,))
+    return with_lead(out, operands["q_nope"]), out.new_empty((0,))
 
 
 def _multiplied(x: Tensor, weight: Tensor, weight_scale: Tensor, scheme: str, group: int) -> Tensor:
