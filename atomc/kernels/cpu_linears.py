@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import first_refusal
 from atomc.kernels.row_views import with_lead
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -37,7 +38,6 @@ def unlike_int8(
 
 def unlike_int4(
     platform: Platform,
-    x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
     zeros: Tensor | None,
@@ -68,17 +68,9 @@ def unlike_int4(
     return None
 
 
-def refuse_int4pack(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    zeros: Tensor | None,
-    group: int,
+def _not_packable(
+    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, group: int
 ) -> Refusal | None:
-    """Refuse operands that PyTorch's kernel for int4 weights on a CPU does not support."""
-    if reason := unlike_int4(platform, x, weight, weight_scale, zeros, group):
-        return reason
     if not platform.has("avx2"):
         return Refusal("hardware", "written for CPUs with AVX2")
     for name, dtype in {"x": x.dtype, "weight_scale": weight_scale.dtype}.items():
@@ -93,6 +85,10 @@ def refuse_int4pack(
     if weight.shape[0] % 16:
         return Refusal("shape", f"{weight.shape[0]} outputs are not a multiple of 16")
     return None
+
+
+# For PyTorch's kernel for int4 weights on a CPU.
+refuse_int4pack = first_refusal(unlike_int4, _not_packable)
 
 
 def elsewhere(platform: Platform) -> Refusal | None:

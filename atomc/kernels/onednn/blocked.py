@@ -22,7 +22,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def unfit(
-    platform: Platform, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None
+    dtype: torch.dtype, platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Refusal | None:
     """Refuse operands that oneDNN cannot, or should not, multiply in `dtype`."""
     if not platform.is_cpu:

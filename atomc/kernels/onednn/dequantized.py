@@ -8,20 +8,14 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import not_a_cpu
+from atomc.kernels.checks import first_refusal, not_a_cpu
 from atomc.kernels.cpu_linears import elsewhere, finish, scattered
 from atomc.kernels.dequantized import multiply, mxfp4_operand, mxfp4_values, nvfp4_values
 from atomc.kernels.row_views import as_rows
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
-
-
-def refuse_linear_fp4(platform: Platform, weight: Tensor) -> Refusal | None:
-    return elsewhere(platform) or scattered(weight)
 
 
 # Zen 4, 2560x2560, 1 row: 6 ms; the reference compiled by Inductor takes 35, the layer in fp32 2.
-@ops.linear_mxfp4.kernel("onednn", refuses=refuse_linear_fp4)
+@ops.linear_mxfp4.kernel("onednn", refuses=first_refusal(elsewhere, scattered))
 def linear_mxfp4(
     x: Tensor,
     weight: Tensor,
@@ -37,7 +31,7 @@ def linear_mxfp4(
     return finish(total, x, None, bias, out_dtype)
 
 
-@ops.linear_nvfp4.kernel("onednn", refuses=refuse_linear_fp4)
+@ops.linear_nvfp4.kernel("onednn", refuses=first_refusal(elsewhere, scattered))
 def linear_nvfp4(
     x: Tensor, weight: Tensor, weight_scale: Tensor, global_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
@@ -45,12 +39,8 @@ def linear_nvfp4(
     return finish(total * global_scale.t(), x, None, bias, x.dtype)
 
 
-def refuse_scaled_linear_int8(platform: Platform, weight: Tensor) -> Refusal | None:
-    return not_a_cpu(platform) or scattered(weight)
-
-
 # Zen 4, 2560x2560, 1 row: 2.9 ms. The reference compiled by Inductor, with sums in fp64, takes 33.
-@ops.scaled_linear_int8.kernel("onednn", refuses=refuse_scaled_linear_int8)
+@ops.scaled_linear_int8.kernel("onednn", refuses=first_refusal(not_a_cpu, scattered))
 def scaled_linear_int8(
     x: Tensor,
     weight: Tensor,

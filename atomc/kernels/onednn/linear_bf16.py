@@ -1,9 +1,12 @@
 """Linear layers in bf16, of any number of rows, on CPUs with bf16 instructions."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import first_refusal
 from atomc.kernels.onednn.blocked import blocked, multiply, unfit
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
@@ -18,18 +21,18 @@ def _relayout(weight: Tensor) -> Prepared:
     return blocked(weight, LAID_OUT_FOR)
 
 
-def refuse_linear(
-    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Refusal | None:
-    if reason := unfit(platform, torch.bfloat16, x, weight, bias):
-        return reason
-    # Cascade Lake: the speedup is 0.8 to 1.0 with 8 rows, and many rows in bf16 take four times as
-    # long as in fp32.
+# Cascade Lake: the speedup is 0.8 to 1.0 with 8 rows, and many rows in bf16 take four times as long
+# as in fp32.
+def _without_bf16(platform: Platform) -> Refusal | None:
     if not platform.has("avx512_bf16"):
         return Refusal("hardware", "in bf16 it is not faster on a CPU without avx512_bf16")
     return None
 
 
-@ops.linear.kernel("onednn", refuses=refuse_linear, prepare={"weight": _relayout})
+@ops.linear.kernel(
+    "onednn",
+    refuses=first_refusal(partial(unfit, torch.bfloat16), _without_bf16),
+    prepare={"weight": _relayout},
+)
 def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None) -> Tensor:
     return multiply(x, weight[0], bias)

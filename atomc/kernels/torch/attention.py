@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import first_refusal, named, unsupported
 from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.torch.eager import eager
 from atomc.kernels.torch.sequence import attend, gathered
@@ -15,13 +16,7 @@ from atomc.platform import Platform
 kv_write = eager(ops.kv_write, __name__, layout="paged")
 
 
-def refuse_attention(
-    platform: Platform, q: Tensor, mask: Tensor | None, sinks: Tensor | None, softcap: float
-) -> Refusal | None:
-    if softcap:
-        return Refusal("argument", "scaled_dot_product_attention does not support softcap")
-    if sinks is not None:
-        return Refusal("argument", "scaled_dot_product_attention does not support sinks")
+def _other_mask(platform: Platform, q: Tensor, mask: Tensor | None) -> Refusal | None:
     # Rounding a wider mask would change which of its values dominate all scores.
     mask_dtypes = (torch.bool, q.dtype, torch.float32) if platform.is_cpu else (torch.bool, q.dtype)
     if mask is not None and mask.dtype not in mask_dtypes:
@@ -32,7 +27,12 @@ def refuse_attention(
     return None
 
 
-@ops.attention.kernel("torch", refuses=refuse_attention)
+@ops.attention.kernel(
+    "torch",
+    refuses=first_refusal(
+        named("softcap sinks", unsupported, "scaled_dot_product_attention"), _other_mask
+    ),
+)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int
 ) -> Tensor:

@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import not_a_cpu, unsupported
+from atomc.kernels.checks import first_refusal, named, not_a_cpu, unsupported
 from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.torch.attention import attention
 from atomc.kernels.torch.sequence import attend, sequences
 from atomc.ops.attention import loaded_values
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 # From this number of tokens on, a step has prompts, whose keys and values are worth computing: a
 # decode step of that many sequences is rare. Not measured.
@@ -78,17 +76,13 @@ def mla_absorbed_attention(
     return with_lead(out, q)
 
 
-def refuse_mla_paged_attention(platform: Platform, chosen: Tensor | None) -> Refusal | None:
-    return not_a_cpu(platform) or unsupported(
-        "a kernel that computes keys and values", chosen=chosen
-    )
-
-
 @ops.mla_paged_attention.kernel(
     "torch",
     layout="paged",
     tokens=PROMPTS,
-    refuses=refuse_mla_paged_attention,
+    refuses=first_refusal(
+        not_a_cpu, named("chosen", unsupported, "a kernel that computes keys and values")
+    ),
     syncs=True,
 )
 def mla_paged_attention(

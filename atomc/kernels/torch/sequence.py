@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.kernels.checks import not_a_cpu
+from atomc.kernels.checks import first_refusal, not_a_cpu
 from atomc.kernels.row_views import as_heads
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -25,15 +25,16 @@ def refuse_scaled_cache(
     return None if unscaled else Refusal("argument", "the cache has scales")
 
 
-def refuse_paged_attention(
-    platform: Platform, q: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
-) -> Refusal | None:
-    if q.dtype != k_cache.dtype:
-        return Refusal(
-            "dtype",
-            f"the cache is {k_cache.dtype}, the query {q.dtype}: mixed dtypes are not supported",
-        )
-    return refuse_scaled_cache(platform, k_scale, v_scale)
+def _mixed(q: Tensor, k_cache: Tensor) -> Refusal | None:
+    if q.dtype == k_cache.dtype:
+        return None
+    return Refusal(
+        "dtype",
+        f"the cache is {k_cache.dtype}, the query {q.dtype}: mixed dtypes are not supported",
+    )
+
+
+refuse_paged_attention = first_refusal(_mixed, refuse_scaled_cache)
 
 
 def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:

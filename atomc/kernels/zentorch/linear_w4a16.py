@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import first_refusal
 from atomc.kernels.cpu_linears import unlike_int4
 from atomc.kernels.row_views import as_rows, with_lead
 from atomc.kernels.zentorch.library import function, unfit, unpacked
 from atomc.ops.op import Prepared, Refusal
-from atomc.platform import Platform
 
 # Zen 4, one thread, speedup over F.linear in fp32 (and that of PyTorch's kernel) at 2048x1024 and
 # 4096x4096. 1 row: 2.6 (4.2), 2.3 (3.6); 8: 2.2 (2.7), 3.0 (3.5); 16: 1.8 (1.9), 2.0 (2.0); 32: 1.4
@@ -31,15 +31,7 @@ def _group_major(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
     return Prepared((scale, zero))
 
 
-def refuse_linear_w4a16(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    group: int,
-) -> Refusal | None:
+def _other_dtypes(x: Tensor, bias: Tensor | None) -> Refusal | None:
     if x.dtype != torch.bfloat16:
         return Refusal("dtype", f"x is {x.dtype}: zentorch has this for torch.bfloat16")
     if bias is not None and bias.dtype not in (torch.bfloat16, torch.float32):
@@ -47,7 +39,12 @@ def refuse_linear_w4a16(
             "dtype",
             f"the bias is {bias.dtype}: zentorch has this for torch.bfloat16 and torch.float32",
         )
-    return unlike_int4(platform, x, weight, weight_scale, zeros, group) or unfit(platform, "int4")
+    return None
+
+
+refuse_linear_w4a16 = first_refusal(
+    _other_dtypes, unlike_int4, lambda platform: unfit(platform, "int4")
+)
 
 
 PREPARE: dict[str | tuple[str, ...], Callable[..., Prepared]] = {

@@ -12,17 +12,8 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def _refuse_slower(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    zeros: Tensor | None,
-    group: int,
-) -> Refusal | None:
-    if "zentorch" in platform.asked or refuse_int4pack(
-        platform, x, weight, weight_scale, zeros, group
-    ):
+def _refuse_slower(platform: Platform, **arguments: object) -> Refusal | None:
+    if "zentorch" in platform.asked or refuse_int4pack(platform, **arguments):
         return None
     return Refusal(
         "slower", f"PyTorch's own kernel is faster for fewer than {for_many.FEWEST_ROWS} rows"
