@@ -22,6 +22,7 @@ from atomc.ops.op_shapes import heads_of_values, written_token
 from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
 from atomc.ops.quant import rounded_fp8
 from atomc.ops.state import StateSpec
+from atomc.ops.state_update import call_on_state
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
@@ -80,38 +81,14 @@ def _kv_spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> Stat
 
 
 def _paged(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
-    token = kv_write(
-        arguments["k"],
-        arguments["v"],
-        state["k_cache"],
-        state["v_cache"],
-        step.slots,
-        *_scales(state),
-    )
-    return _read(arguments, state, step, token)
-
-
-def _scales(state: Mapping[str, Tensor]) -> list[Tensor]:
-    return [state[role] for role in ("k_scale", "v_scale") if role in state]
+    return _read(arguments, state, step, call_on_state(kv_write, arguments, state, step))
 
 
 def _read(
     arguments: Arguments, state: Mapping[str, Tensor], step: StepFields, token: Tensor
 ) -> Tensor:
-    block_tables = step.block_tables
-    how = {name: arguments[name] for name in ("scale", "window", "softcap") if name in arguments}
-    return paged_attention(
-        arguments["q"],
-        state["k_cache"],
-        state["v_cache"],
-        step.query_start,
-        step.seq_lens,
-        block_tables,
-        token,
-        arguments.get("sinks"),
-        *_scales(state),
-        **how,
-    )
+    sinks = arguments.get("sinks")
+    return call_on_state(paged_attention, arguments, state, step, token=token, sinks=sinks)
 
 
 @op(

@@ -65,9 +65,12 @@ def with_signature(function: Callable[..., T], signature: Signature) -> Callable
     empty, parameters = Parameter.empty, signature.parameters.values()
     bare = Signature([p.replace(default=empty, annotation=empty) for p in parameters])
     passed = ", ".join(f"{name}={name}" for name in names if name in signature.parameters)
-    call: Callable[..., T] = eval(
-        f"lambda {str(bare)[1:-1]}: function({passed})", {"function": function}
-    )
+    # Its code stands where that of the function does, for tracebacks and fingerprints.
+    place = getattr(function, "__code__", call_by_name.__code__)
+    lines = "\n" * (place.co_firstlineno - 1)
+    text = f"{lines}lambda {str(bare)[1:-1]}: function({passed})"
+    namespace = {"__name__": function.__module__, "function": function}
+    call: Callable[..., T] = eval(compile(text, place.co_filename, "eval"), namespace)
     defaults = {p.name: p.default for p in parameters if p.default is not empty}
     by_keyword = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
     functools.update_wrapper(call, function)

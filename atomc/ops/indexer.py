@@ -22,6 +22,7 @@ from atomc.ops.op_shapes import written_token
 from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
 from atomc.ops.quant import quant_fp8_per_token
 from atomc.ops.state import StateSpec, state_handle
+from atomc.ops.state_update import call_on_state
 
 SCALE_BYTES = 4
 
@@ -146,18 +147,8 @@ def _spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSp
 
 
 def _paged(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
-    cache = state["index_cache"]
-    token = index_write(arguments["k"], cache, step.slots)
-    return paged_index_topk(
-        arguments["q"],
-        arguments["weights"],
-        cache,
-        step.query_start,
-        step.seq_lens,
-        step.block_tables,
-        token,
-        topk=arguments["topk"],
-    )
+    token = call_on_state(index_write, arguments, state, step)
+    return call_on_state(paged_index_topk, arguments, state, step, token=token)
 
 
 @op(

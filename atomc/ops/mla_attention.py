@@ -19,6 +19,7 @@ from atomc.ops.op import op
 from atomc.ops.op_cost import Formula, OpCall, Work, bytes_of, least
 from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
 from atomc.ops.state import StateSpec, state_handle
+from atomc.ops.state_update import call_on_state
 
 cat: Callable[[tuple[Tensor, ...], int], Tensor] = torch.ops.aten.cat.default
 
@@ -178,18 +179,8 @@ def _latent_spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> 
 def _paged(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
     cache, *scales = state.values()
     token = mla_kv_write(arguments["latent"], arguments["k_rope"], cache, step.slots, *scales)
-    return mla_paged_attention(
-        cat((arguments["q_nope"], arguments["q_rope"]), -1),
-        arguments["weight"],
-        cache,
-        step.query_start,
-        step.seq_lens,
-        step.block_tables,
-        token,
-        *scales,
-        scale=arguments["scale"],
-        **{name: arguments[name] for name in ("chosen",) if name in arguments},
-    )
+    q = cat((arguments["q_nope"], arguments["q_rope"]), -1)
+    return call_on_state(mla_paged_attention, arguments, state, step, token=token, q=q)
 
 
 @op(

@@ -1,9 +1,10 @@
-"""Ops with state per sequence: how the op that updates it takes their place in the runtime, and
-what that costs.
+"""Ops with state: how ops on its tensors take their place in the runtime, and what an update of
+state per sequence costs.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,27 @@ from atomc.ops.state import StateSpec
 STEP = ("query_start", "seq_lens", "state_slots")
 
 
+def call_on_state(
+    op: Op,
+    arguments: Arguments,
+    state: Mapping[str, Tensor],
+    step: StepFields,
+    **others: Tensor | None,
+) -> Tensor:
+    """A call of this op with those of the arguments, the tensors of the state and of the step, and
+    the others, that it takes; None for an absent one without a default.
+    """
+    operands, values = {**arguments, **state, **others}, {}
+    for name, parameter in op.signature.parameters.items():
+        if name in StepFields.__annotations__:
+            values[name] = getattr(step, name)
+        elif name in operands or parameter.default is parameter.empty:
+            values[name] = operands.get(name)
+    bound = op.signature.bind(**values)
+    result: Tensor = op.overload(*bound.args, **bound.kwargs)
+    return result
+
+
 def updated_by(
     update: Op,
     tokens: Callable[[Arguments], int | torch.SymInt],
@@ -25,13 +47,7 @@ def updated_by(
     """The binding of an op with a handle `state`. update: has its other parameters, the tensor of
     the state, and STEP.
     """
-
-    def form(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
-        operands = {**arguments, **state, **{name: getattr(step, name) for name in STEP}}
-        bound = update.signature.bind(**{x: operands.get(x) for x in update.signature.parameters})
-        result: Tensor = update.overload(*bound.args, **bound.kwargs)
-        return result
-
+    form = partial(call_on_state, update)
     return StateBinding(handle="state", tokens=tokens, spec=spec, form=form)
 
 

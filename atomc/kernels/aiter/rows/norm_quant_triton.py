@@ -5,6 +5,8 @@ Static fp8 rounds the norm to the model's dtype before it is quantized, as the m
 others keep it in fp32.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from atomc.kernels.aiter.rows.norm_triton import unreadable
 from atomc.kernels.checks import odd_group, too_wide, uneven
 from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.op import Refusal
+from atomc.ops.schemes import KeptScheme
 from atomc.platform import Platform
 
 FP8 = ("aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant")
@@ -78,6 +81,7 @@ def _quantized(
     dtype: torch.dtype,
     group: int,
     column_major: bool,
+    rounding: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, the sum, which is x without a residual, and the norm."""
@@ -93,6 +97,7 @@ def _quantized(
             dtype=dtype,
             group=group,
             column_major=column_major,
+            rounding=rounding,
             keep=keep,
         )
     flat, other = as_rows(x), None if residual is None else as_rows(residual)
@@ -134,15 +139,9 @@ def rms_norm_quant(
     eps: float,
     scale: Tensor | None,
     style: str,
-    scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    column_major: bool,
-    keep: bool,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, _, norm = _quantized(
-        x, None, weight, eps, scale, style, scheme, dtype, group, column_major, keep
-    )
+    codes, scales, _, norm = _quantized(x, None, weight, eps, scale, style, **how)
     return codes, scales, norm
 
 
@@ -154,12 +153,6 @@ def add_rms_norm_quant(
     eps: float,
     scale: Tensor | None,
     style: str,
-    scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    column_major: bool,
-    keep: bool,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _quantized(
-        x, residual, weight, eps, scale, style, scheme, dtype, group, column_major, keep
-    )
+    return _quantized(x, residual, weight, eps, scale, style, **how)
