@@ -72,11 +72,11 @@ def with_signature(function: Callable[..., T], signature: Signature) -> Callable
     namespace = {"__name__": function.__module__, "function": function}
     call: Callable[..., T] = eval(compile(text, place.co_filename, "eval"), namespace)
     defaults = {p.name: p.default for p in parameters if p.default is not empty}
-    by_keyword = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
     functools.update_wrapper(call, function)
     vars(call).update(__signature__=signature)
-    call.__defaults__ = tuple(x for name, x in defaults.items() if name not in by_keyword)
-    call.__kwdefaults__ = {name: x for name, x in defaults.items() if name in by_keyword}
+    by_place = (p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
+    call.__defaults__ = tuple(defaults[name] for name in by_place if name in defaults)
+    call.__kwdefaults__ = defaults
     return call
 
 

@@ -4,6 +4,7 @@ A value is its code times its scale, as in atomc.ops.scaled_linear, of which the
 products. Where x is quantized, the gated activation in between is quantized in the same way.
 """
 
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -31,6 +32,7 @@ from atomc.ops.scaled_linear import (
 )
 
 STORED = ("w13", "w2", "w13_scale", "w2_scale")
+_scaled_experts = partial(op, kind=Kind.EXPERTS, rows="x", cost=experts, shape=shape_of_x)
 
 
 def _fp8_scales(arguments: Arguments) -> str:
@@ -66,13 +68,9 @@ def _expert_bias(bias: Tensor | None, e: int) -> Tensor | None:
     return None if bias is None else bias[e]
 
 
-@op(
-    kind=Kind.EXPERTS,
-    rows="x",
-    cost=experts,
+@_scaled_experts(
     quantized_weight=FP8_EXPERTS,
     linear=lambda arguments: scaled_linear_fp8_block if arguments["block"] else scaled_linear_fp8,
-    shape=shape_of_x,
 )
 def moe_experts_fp8(
     x: Tensor,
@@ -127,13 +125,9 @@ def moe_experts_fp8(
     return sum_over_experts(ids, weights, len(w13), products, expert)
 
 
-@op(
-    kind=Kind.EXPERTS,
-    rows="x",
-    cost=experts,
+@_scaled_experts(
     quantized_weight=INT8_EXPERTS,
     linear=lambda _: scaled_linear_int8,
-    shape=shape_of_x,
 )
 def moe_experts_int8(
     x: Tensor,
@@ -167,13 +161,9 @@ def moe_experts_int8(
     return sum_over_experts(ids, weights, len(w13), products, expert)
 
 
-@op(
-    kind=Kind.EXPERTS,
-    rows="x",
-    cost=experts,
+@_scaled_experts(
     quantized_weight=INT4_EXPERTS,
     linear=lambda _: linear_w4a16,
-    shape=shape_of_x,
 )
 def moe_experts_w4a16(
     x: Tensor,
@@ -215,10 +205,7 @@ def moe_experts_w4a16(
     return sum_over_experts(ids, weights, len(w13), products, expert)
 
 
-@op(
-    kind=Kind.EXPERTS,
-    rows="x",
-    cost=experts,
+@_scaled_experts(
     quantized_weight=MXFP4_EXPERTS,
     linear=lambda _: linear_mxfp4,
     shape=lambda x, w2, out_dtype: x.new_empty((x.shape[0], w2.shape[1]), dtype=out_dtype),

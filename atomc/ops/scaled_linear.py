@@ -27,6 +27,7 @@ from atomc.ops.op_shapes import rows_of_product
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
 
 _WITH_SCALE = ("weight", "weight_scale")
+_scaled_linear = partial(op, kind=Kind.LINEAR, rows="x", cost=product, shape=rows_of_product)
 
 
 def _finish(total: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -80,12 +81,8 @@ def _stacked_fp8(calls: Sequence[Arguments]) -> tuple[str, ...]:
     return stacked(_WITH_SCALE if has_row_scales else ("weight",), calls)
 
 
-@op(
-    kind=Kind.LINEAR,
-    rows="x",
-    cost=product,
+@_scaled_linear(
     quantized_weight=FP8_WEIGHT,
-    shape=rows_of_product,
     concat=_stacked_fp8,
 )
 def scaled_linear_fp8(
@@ -124,12 +121,8 @@ def _stacked_blocks(calls: Sequence[Arguments]) -> tuple[str, ...] | str:
     return stacked(_WITH_SCALE, calls)
 
 
-@op(
-    kind=Kind.LINEAR,
-    rows="x",
-    cost=product,
+@_scaled_linear(
     quantized_weight=FP8_BLOCK_WEIGHT,
-    shape=rows_of_product,
     concat=_stacked_blocks,
 )
 def scaled_linear_fp8_block(
@@ -153,12 +146,8 @@ def scaled_linear_fp8_block(
     return _finish(F.linear(x.to(torch.float32) * by_row, values), bias, out_dtype)
 
 
-@op(
-    kind=Kind.LINEAR,
-    rows="x",
-    cost=product,
+@_scaled_linear(
     quantized_weight=INT8_WEIGHT,
-    shape=rows_of_product,
     concat=partial(stacked, _WITH_SCALE),
 )
 def scaled_linear_int8(
@@ -192,12 +181,8 @@ def _stacked_int4(calls: Sequence[Arguments]) -> tuple[str, ...]:
     return stacked((*_WITH_SCALE, *zeros), calls)
 
 
-@op(
-    kind=Kind.LINEAR,
-    rows="x",
-    cost=product,
+@_scaled_linear(
     quantized_weight=INT4_WEIGHT,
-    shape=rows_of_product,
     concat=_stacked_int4,
 )
 def linear_w4a16(
@@ -229,12 +214,8 @@ def mxfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
     return (values * e8m0_values(scale).unsqueeze(-1)).flatten(-2)
 
 
-@op(
-    kind=Kind.LINEAR,
-    rows="x",
-    cost=product,
+@_scaled_linear(
     quantized_weight=MXFP4_WEIGHT,
-    shape=rows_of_product,
     concat=partial(stacked, _WITH_SCALE),
 )
 def linear_mxfp4(
@@ -268,12 +249,8 @@ def nvfp4_values(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     return (groups * scale.to(torch.float32).unsqueeze(-1)).flatten(-2) * global_scale
 
 
-@op(
-    kind=Kind.LINEAR,
-    rows="x",
-    cost=product,
+@_scaled_linear(
     quantized_weight=NVFP4_WEIGHT,
-    shape=rows_of_product,
     concat=partial(stacked, (*_WITH_SCALE, "global_scale")),
 )
 def linear_nvfp4(

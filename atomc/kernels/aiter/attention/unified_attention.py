@@ -5,6 +5,8 @@ Everything that the host decides comes from shapes, so that a captured step can 
 other lengths. As many rows as sequences are a decode step (atomc.ops.paged_attention).
 """
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,23 @@ shuffled_attention = Function("unified_attention", *PLACES, takes=["sinks", "shu
 # Up to so many keys AITER's kernel walks them in one program a tile. Beyond, it may split them, and
 # its second kernel, which joins the parts, writes to rows of no sequence what it finds in memory.
 UNSPLIT = 512
+
+
+class Attended(TypedDict):
+    """The arguments of paged_attention that `attended` takes."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    scale: float
+    window: int
+    softcap: float
 
 
 def unattended(

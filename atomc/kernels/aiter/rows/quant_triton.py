@@ -10,16 +10,15 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import (
     Function,
-    foreign_fp8,
+    foreign_codes,
+    installed,
     rounded_up,
     scattered,
-    unfit,
 )
-from atomc.kernels.checks import too_wide, uneven, unlike
+from atomc.kernels.checks import first_refusal, named, too_wide, uneven, unlike
 from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 QUANT = ("aiter.ops.triton.quant.quant", "aiter.ops.triton.quant")
 dynamic_mxfp4_quant = Function("dynamic_mxfp4_quant", *QUANT)
@@ -32,22 +31,12 @@ fused_flatten_fp8_group_quant = Function(
 WIDEST = 65536
 
 
-def _refuse(
-    platform: Platform, function: Function, x: Tensor, dtype: torch.dtype | None = None
-) -> Refusal | None:
-    if reason := (
-        unfit(platform, function)
-        or unlike(FLOATS, x=x)
-        or scattered(x=x)
-        or too_wide(x.shape[-1], WIDEST)
-    ):
-        return reason
-    return foreign_fp8(platform, dtype) if dtype is not None else None
+_unreadable = first_refusal(
+    named("x", unlike, FLOATS), named("x", scattered), lambda x: too_wide(x.shape[-1], WIDEST)
+)
 
 
-def _refuse_group(platform: Platform, x: Tensor, group: int, dtype: torch.dtype) -> Refusal | None:
-    if reason := _refuse(platform, fused_flatten_fp8_group_quant, x, dtype):
-        return reason
+def _partial_groups(x: Tensor, group: int) -> Refusal | None:
     if group & (group - 1) or x.shape[-1] % group:
         return Refusal(
             "shape",
@@ -57,7 +46,12 @@ def _refuse_group(platform: Platform, x: Tensor, group: int, dtype: torch.dtype)
     return None
 
 
-@ops.quant_fp8_group.kernel("aiter", refuses=_refuse_group)
+@ops.quant_fp8_group.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(fused_flatten_fp8_group_quant), _unreadable, foreign_codes, _partial_groups
+    ),
+)
 def quant_fp8_group(
     x: Tensor, group: int, column_major_scales: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -69,13 +63,15 @@ def quant_fp8_group(
     return codes.view(x.shape), with_lead(scales, x)
 
 
-def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str) -> Refusal | None:
-    return (
-        _refuse(platform, dynamic_mxfp4_quant, x) or uneven(x.shape[-1], 32) or rounded_up(rounding)
-    )
-
-
-@ops.quant_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)
+@ops.quant_mxfp4.kernel(
+    "aiter",
+    refuses=first_refusal(
+        installed(dynamic_mxfp4_quant),
+        _unreadable,
+        lambda x: uneven(x.shape[-1], 32),
+        rounded_up,
+    ),
+)
 def quant_mxfp4(x: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return ops.quant_mxfp4.reference(x, rounding)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.aiter.rows.rope import (
     ROTATIONS,
     empty_rotated,
@@ -13,17 +13,15 @@ from atomc.kernels.aiter.rows.rope import (
     token_view,
     unrotatable,
 )
+from atomc.kernels.checks import first_refusal
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 triton_rope_cached_fwd = Function(
     "rope_cached_fwd", "aiter.ops.triton.rope.rope", "aiter.ops.triton.rope"
 )
 
 
-def _refuse(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Refusal | None:
-    if reason := unfit(platform, triton_rope_cached_fwd) or unrotatable(x, cos, sin, style):
-        return reason
+def _other_width(x: Tensor, cos: Tensor, style: str) -> Refusal | None:
     width, rotated = x.shape[-1], rotated_width(cos, style)
     if rotated not in (width, width // 2) or rotated & (rotated - 1):
         return Refusal(
@@ -34,7 +32,11 @@ def _refuse(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str)
     return None
 
 
-@ops.rope.kernel("aiter", refuses=_refuse, rounds="once")
+@ops.rope.kernel(
+    "aiter",
+    refuses=first_refusal(installed(triton_rope_cached_fwd), unrotatable, _other_width),
+    rounds="once",
+)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     out = empty_rotated(x, cos, style)
     if x.numel():
