@@ -7,7 +7,7 @@ the same shapes, in the same order.
 import torch
 from torch import Tensor
 
-from atomc.ops.norm import add_rms_norm, normed_shape, rms_norm, rounds_once
+from atomc.ops.norm import add_rms_norm, norm_op, normed_shape, rms_norm
 from atomc.ops.op import op
 from atomc.ops.op_cost import gather_of_x, sum_of_x
 from atomc.ops.op_shapes import shape_of_x
@@ -46,10 +46,8 @@ def _allreduce_rms_norm_shape(x: Tensor, weight: Tensor, style: str) -> tuple[Te
     return normed_shape(total, weight, style), total
 
 
-@op(
+@norm_op(
     kind=Kind.COLLECTIVE | Kind.NORM,
-    rows="x",
-    rounds_once=rounds_once,
     shape=_allreduce_rms_norm_shape,
     sent=sum_of_x,
 )
@@ -69,10 +67,8 @@ def _allreduce_add_rms_norm_shape(
     return _allreduce_rms_norm_shape(x.new_empty(x.shape) + residual, weight, style)
 
 
-@op(
+@norm_op(
     kind=Kind.COLLECTIVE | Kind.NORM,
-    rows="x",
-    rounds_once=rounds_once,
     shape=_allreduce_add_rms_norm_shape,
     sent=sum_of_x,
 )

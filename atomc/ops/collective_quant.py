@@ -9,9 +9,8 @@ from typing import Unpack
 from torch import Tensor
 
 from atomc.ops.collective import all_reduce
-from atomc.ops.norm import rounds_once
+from atomc.ops.norm import norm_op
 from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant, rms_norm_quant_shape
-from atomc.ops.op import op
 from atomc.ops.op_cost import sum_of_x
 from atomc.ops.op_traits import Kind
 from atomc.ops.schemes import KeptScheme
@@ -25,10 +24,8 @@ def _allreduce_rms_norm_quant_shape(
     return codes, scales, total, y
 
 
-@op(
+@norm_op(
     kind=Kind.COLLECTIVE | Kind.NORM | Kind.QUANTIZE,
-    rows="x",
-    rounds_once=rounds_once,
     shape=_allreduce_rms_norm_quant_shape,
     sent=sum_of_x,
 )
@@ -61,10 +58,8 @@ def _allreduce_add_rms_norm_quant_shape(
     return _allreduce_rms_norm_quant_shape(total, weight, scale, style, **how)
 
 
-@op(
+@norm_op(
     kind=Kind.COLLECTIVE | Kind.NORM | Kind.QUANTIZE,
-    rows="x",
-    rounds_once=rounds_once,
     shape=_allreduce_add_rms_norm_quant_shape,
     sent=sum_of_x,
 )

@@ -7,19 +7,20 @@ before    multiply in fp32, round once (GPT-OSS, torch.nn.functional.rms_norm)
 one_plus  multiply by 1 + weight in fp32, round once (Gemma, Qwen3.5)
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.ops.op import op
-from atomc.ops.op_traits import Arguments, Kind
+from atomc.ops.op_traits import Kind
 
 RMS_NORM_STYLES = ("one_plus", "after", "before")
 
 
-def rounds_once(arguments: Arguments) -> bool:
-    """Whether the reference in this style rounds only its result."""
-    return bool(arguments["style"] != "after")
+# Of an op with an RMSNorm of rows, whose style says whether the reference rounds only its result.
+norm_op = partial(op, rows="x", rounds_once=lambda arguments: bool(arguments["style"] != "after"))
 
 
 def normed_shape(x: Tensor, weight: Tensor, style: str) -> Tensor:
@@ -27,7 +28,7 @@ def normed_shape(x: Tensor, weight: Tensor, style: str) -> Tensor:
     return torch.empty_like(x, dtype=torch.result_type(x, weight) if style == "after" else x.dtype)
 
 
-@op(kind=Kind.NORM, rows="x", rounds_once=rounds_once)
+@norm_op(kind=Kind.NORM)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight. x [..., D], weight [D] -> [..., D] (Zhang and Sennrich
     2019, eq. 4).
@@ -45,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
     raise ValueError(f"rms_norm: style {style!r} is not one of {RMS_NORM_STYLES}")
 
 
-@op(kind=Kind.NORM, rows="x", rounds_once=rounds_once)
+@norm_op(kind=Kind.NORM)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.ops.norm import rms_norm, rounds_once
-from atomc.ops.op import op
+from atomc.ops.norm import norm_op, rms_norm
 from atomc.ops.op_traits import Kind
 
 
-@op(kind=Kind.NORM, rows="x", rounds_once=rounds_once)
+@norm_op(kind=Kind.NORM)
 def rms_norm_gated(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> Tensor:

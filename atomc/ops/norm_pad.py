@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.ops.norm import add_rms_norm, rounds_once
-from atomc.ops.op import op
+from atomc.ops.norm import add_rms_norm, norm_op
 from atomc.ops.op_traits import Kind
 
 
@@ -16,7 +15,7 @@ def _add_rms_norm_pad_shape(
     return x.new_empty((*x.shape[:-1], x.shape[-1] + columns), dtype=dtype), torch.empty_like(x)
 
 
-@op(kind=Kind.NORM, rows="x", rounds_once=rounds_once, shape=_add_rms_norm_pad_shape)
+@norm_op(kind=Kind.NORM, shape=_add_rms_norm_pad_shape)
 def add_rms_norm_pad(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
 ) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from atomc.ops.norm import normed_shape, rms_norm, rounds_once
+from atomc.ops.norm import norm_op, normed_shape, rms_norm
 from atomc.ops.norm_quant import rms_norm_quant, rms_norm_quant_shape
-from atomc.ops.op import op
 from atomc.ops.op_traits import Kind
 from atomc.ops.schemes import SchemeArguments
 
@@ -22,7 +21,7 @@ def _rms_norm_pair_shape(
     return normed_shape(x, x_weight, style), normed_shape(y, y_weight, style)
 
 
-@op(kind=Kind.NORM, rows="x", rounds_once=rounds_once, shape=_rms_norm_pair_shape)
+@norm_op(kind=Kind.NORM, shape=_rms_norm_pair_shape)
 def rms_norm_pair(
     x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
@@ -55,10 +54,8 @@ def _rms_norm_pair_quant_shape(
     return *x_parts[:2], *y_parts[:2], x_parts[2], y_parts[2]
 
 
-@op(
+@norm_op(
     kind=Kind.NORM | Kind.QUANTIZE,
-    rows="x",
-    rounds_once=rounds_once,
     shape=_rms_norm_pair_quant_shape,
 )
 def rms_norm_pair_quant(

@@ -10,8 +10,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from atomc.ops.norm import normed_shape, rms_norm, rounds_once
-from atomc.ops.op import op
+from atomc.ops.norm import norm_op, normed_shape, rms_norm
 from atomc.ops.op_traits import Kind
 from atomc.ops.schemes import KeptScheme, SchemeArguments, quantized
 
@@ -34,7 +33,7 @@ def _quantized(
     return codes, scales, y if keep else y.new_empty(0)
 
 
-@op(kind=Kind.NORM | Kind.QUANTIZE, rows="x", rounds_once=rounds_once, shape=rms_norm_quant_shape)
+@norm_op(kind=Kind.NORM | Kind.QUANTIZE, shape=rms_norm_quant_shape)
 def rms_norm_quant(
     x: Tensor,
     weight: Tensor,
@@ -57,10 +56,8 @@ def _add_rms_norm_quant_shape(
     return codes, scales, total, y
 
 
-@op(
+@norm_op(
     kind=Kind.NORM | Kind.QUANTIZE,
-    rows="x",
-    rounds_once=rounds_once,
     shape=_add_rms_norm_quant_shape,
 )
 def add_rms_norm_quant(

@@ -223,8 +223,8 @@ def _kernel_decorator(
     ) -> Callable[[Callable[..., R]], Callable[P, R]]:
         """Register the decorated function as a kernel of this op, with the fields of Kernel.
 
-        Raises ValueError if `prepare` or `attributes` name no parameter of the op, or the same
-        function is registered twice for one layout, TypeError if `tokens` are no Tokens.
+        Raises ValueError if `prepare`, `attributes` or the function name no parameter of the op, or
+        the same function is registered twice for one layout, TypeError if `tokens` are no Tokens.
         """
 
         # Checked before there is a function: the reference holds its place.
@@ -390,8 +390,9 @@ class Op:
             )
 
     def _add(self, kernel: Kernel) -> None:
-        function, layout = kernel.function, kernel.layout
-        if any(other.function is function and other.layout == layout for other in self.kernels):
+        function = inspect.unwrap(kernel.function)
+        same = (x for x in self.kernels if inspect.unwrap(x.function) is function)
+        if any(other.layout == kernel.layout for other in same):
             raise ValueError(
                 f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
                 "is registered already"

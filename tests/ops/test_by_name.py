@@ -15,7 +15,7 @@ from atomc.ops.op import REGISTRY, Kernel, Refusal, op, refusal
 from atomc.ops.op_traits import Kind
 from atomc.platform import Platform
 
-CPU = Platform.named("zen4")
+CPU = Platform.named("cpu-zen4")
 
 
 class Bend(TypedDict, total=False):
