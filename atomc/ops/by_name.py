@@ -6,7 +6,7 @@ one. `**arguments` of another type takes all arguments.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter, Signature
 from typing import TypeVar, Unpack, get_args, get_origin, get_type_hints
 
@@ -54,29 +54,35 @@ def with_signature(function: Callable[..., T], signature: Signature) -> Callable
 
     Raises ValueError if it declares a parameter that is none of them and has no default.
     """
-    names = declared(function)
+    names, parameters = declared(function), signature.parameters
     if names is None or _called(inspect.signature(function)) == _called(signature):
         return function
-    unknown = [
-        n for n, p in names.items() if p.default is p.empty and n not in signature.parameters
-    ]
+    unknown = [n for n, p in names.items() if p.default is p.empty and n not in parameters]
     if unknown:
-        raise ValueError(f"{function} declares {unknown}, the op has {[*signature.parameters]}")
-    empty, parameters = Parameter.empty, signature.parameters.values()
-    bare = Signature([p.replace(default=empty, annotation=empty) for p in parameters])
-    passed = ", ".join(f"{name}={name}" for name in names if name in signature.parameters)
+        raise ValueError(f"{function} declares {unknown}, the op has {[*parameters]}")
+    call = _passing(function, [name for name in names if name in parameters], signature)
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    by_place = (name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY)
+    functools.update_wrapper(call, function)
+    vars(call).update(__signature__=signature)
+    call.__defaults__ = tuple(defaults[name] for name in by_place if name in defaults)
+    call.__kwdefaults__ = defaults
+    return call
+
+
+def _passing(
+    function: Callable[..., T], names: Iterable[str], signature: Signature
+) -> Callable[..., T]:
+    """A function with the parameters of the signature that passes these to `function`, by name."""
+    empty = Parameter.empty
+    bare = [p.replace(default=empty, annotation=empty) for p in signature.parameters.values()]
     # Its code stands where that of the function does, for tracebacks and fingerprints.
     place = getattr(function, "__code__", call_by_name.__code__)
     lines = "\n" * (place.co_firstlineno - 1)
-    text = f"{lines}lambda {str(bare)[1:-1]}: function({passed})"
+    passed = ", ".join(f"{name}={name}" for name in names)
+    text = f"{lines}lambda {str(Signature(bare))[1:-1]}: function({passed})"
     namespace = {"__name__": function.__module__, "function": function}
     call: Callable[..., T] = eval(compile(text, place.co_filename, "eval"), namespace)
-    defaults = {p.name: p.default for p in parameters if p.default is not empty}
-    functools.update_wrapper(call, function)
-    vars(call).update(__signature__=signature)
-    by_place = (p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
-    call.__defaults__ = tuple(defaults[name] for name in by_place if name in defaults)
-    call.__kwdefaults__ = defaults
     return call
 
 
