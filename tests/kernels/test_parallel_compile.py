@@ -44,6 +44,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from atomc.kernels.triton.launch.compile_worker import start_worker
+from atomc.kernels.triton.launch.launch import Rows
 from atomc.kernels.triton.rows.norm import _rms_norm
 from atomc.kernels.triton.launch.parallel_compile import compile_in_parallel
 
@@ -77,10 +78,10 @@ triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: compiled.appe
 
 
 def launches(columns=(64, 128)):
-    x = Pointer()
     for D in columns:
-        _rms_norm[(3,)](x, None, x, x, None, 3, 1, 1, 0, 0, D, 0, 0, 0, 0, 0, D, 0, 0, 0, 1e-6, D=D, WIDTH=D, STYLE="after",
-                        ADD=False, BLOCK=D, ROWS=4, num_warps=4, PDL=False)
+        x = Rows(Pointer(), 0, 0, D)
+        _rms_norm[(3,)](x, None, x, None, Pointer(), 3, (1, 1), 1e-6, D=D, WIDTH=D, STYLE="after",
+                        BLOCK=D, ROWS=4, num_warps=4, PDL=False)
 
 
 def everything():

@@ -177,6 +177,26 @@ def at(tensor, row, sizes):
 
 
 @triton.jit
+def row_tile(rows, columns, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [ROWS, 1] of this program, columns [1, BLOCK] from the first on, and which are there."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = first + tl.arange(0, BLOCK)[None, :]
+    return row, column, (row < rows) & (column < columns)
+
+
+@triton.jit
+def load_rows(tensor, row, column, sizes, inside):
+    """The columns of Rows in fp32, zero where they are not inside."""
+    return tl.load(at(tensor, row, sizes) + column, inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(tensor, row, column, sizes, value, inside):
+    """Store the columns of Rows in the dtype of the tensor."""
+    tl.store(at(tensor, row, sizes) + column, value.to(tensor.ptr.dtype.element_ty), inside)
+
+
+@triton.jit
 def tile_of(down, across, TALL: tl.constexpr):
     """The numbers, down and across, of the tile of this program."""
     # Programs that run at the same time share a band of TALL tiles, so that their operands stay in

@@ -11,10 +11,13 @@ from atomc import ops
 from atomc.kernels.checks import first_refusal, too_wide, unknown, unlike, unlike_shapes
 from atomc.kernels.triton.launch.launch import (
     begin,
+    inner_sizes,
+    load_rows,
     num_rows,
     overlap,
-    row_layout,
-    row_offset,
+    row_tile,
+    rows_of,
+    store_rows,
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import NORM
@@ -27,15 +30,14 @@ MAX_COLUMNS = 65536
 
 
 @triton.jit
-def row_sum(x_ptr, residual_ptr, sum_ptr, x_at, residual_at, sum_at, inside, ADD: tl.constexpr):
+def row_sum(x, residual, total, row, column, sizes, inside):
     """x, or x + residual rounded to their dtype and stored, in fp32."""
-    x = tl.load(x_ptr + x_at, inside, 0.0).to(tl.float32)
-    if ADD:
-        residual = tl.load(residual_ptr + residual_at, inside, 0.0).to(tl.float32)
-        total = (x + residual).to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + sum_at, total, inside)
-        x = total.to(tl.float32)
-    return x
+    y = load_rows(x, row, column, sizes, inside)
+    if residual is not None:
+        y += load_rows(residual, row, column, sizes, inside)
+        y = y.to(total.ptr.dtype.element_ty).to(tl.float32)
+        store_rows(total, row, column, sizes, y, inside)
+    return y
 
 
 @triton.jit
@@ -51,120 +53,65 @@ def weighted(y, weight, DTYPE: tl.constexpr, STYLE: tl.constexpr):
         return weight * y
 
 
+@triton.jit
+def normed(x, weight, eps, D: tl.constexpr, DTYPE: tl.constexpr, STYLE: tl.constexpr):
+    """The RMSNorm of rows of D columns, padded by zeros. x [ROWS, BLOCK], weight [1, BLOCK]."""
+    return weighted(x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps), weight, DTYPE, STYLE)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
-    x_ptr,
-    residual_ptr,
+    x,
+    residual,
+    out,
+    total,
     weight_ptr,
-    out_ptr,
-    sum_ptr,
     rows,
-    d1,
-    d2,
-    x0,
-    x1,
-    x2,
-    r0,
-    r1,
-    r2,
-    o0,
-    o1,
-    o2,
-    s0,
-    s1,
-    s2,
+    sizes,
     eps,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STYLE: tl.constexpr,
-    ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < D)
+    row, column, inside = row_tile(rows, D, 0, ROWS, BLOCK)
     begin(PDL)
     weight = tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
-    x = row_sum(
-        x_ptr,
-        residual_ptr,
-        sum_ptr,
-        row_offset(row, d1, d2, x0, x1, x2) + column,
-        row_offset(row, d1, d2, r0, r1, r2) + column,
-        row_offset(row, d1, d2, s0, s1, s2) + column,
-        inside,
-        ADD,
-    )
-    y = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps)
-    y = weighted(y, weight, x_ptr.dtype.element_ty, STYLE)
+    y = row_sum(x, residual, total, row, column, sizes, inside)
+    y = normed(y, weight, eps, D, x.ptr.dtype.element_ty, STYLE)
     if WIDTH > D:
         y = tl.where(column < D, y, 0.0)
-    tl.store(
-        out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column,
-        y.to(out_ptr.dtype.element_ty),
-        (row < rows) & (column < WIDTH),
-    )
+    store_rows(out, row, column, sizes, y, (row < rows) & (column < WIDTH))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _layer_norm(
-    x_ptr,
-    residual_ptr,
+    x,
+    residual,
+    out,
+    total,
     weight_ptr,
     bias_ptr,
-    out_ptr,
-    sum_ptr,
     rows,
-    d1,
-    d2,
-    x0,
-    x1,
-    x2,
-    r0,
-    r1,
-    r2,
-    o0,
-    o1,
-    o2,
-    s0,
-    s1,
-    s2,
+    sizes,
     eps,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < D)
+    row, column, inside = row_tile(rows, D, 0, ROWS, BLOCK)
     begin(PDL)
-    x = row_sum(
-        x_ptr,
-        residual_ptr,
-        sum_ptr,
-        row_offset(row, d1, d2, x0, x1, x2) + column,
-        row_offset(row, d1, d2, r0, r1, r2) + column,
-        row_offset(row, d1, d2, s0, s1, s2) + column,
-        inside,
-        ADD,
-    )
+    x = row_sum(x, residual, total, row, column, sizes, inside)
     centred = tl.where(column < D, x - tl.sum(x, 1)[:, None] / D, 0.0)
     y = centred * tl.rsqrt(tl.sum(centred * centred, 1)[:, None] / D + eps)
-    if WEIGHT:
+    if weight_ptr is not None:
         y *= tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
-    if BIAS:
+    if bias_ptr is not None:
         y += tl.load(bias_ptr + column, column < D, 0.0).to(tl.float32)
-    tl.store(
-        out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column,
-        y.to(out_ptr.dtype.element_ty),
-        inside,
-    )
+    store_rows(out, row, column, sizes, y, inside)
 
 
 def tile_for(x: Tensor, columns: int) -> dict[str, int]:
@@ -214,16 +161,12 @@ def _launch(
     if rows := num_rows(out):
         cut = tile_for(x, out.shape[-1])
         kernel[(triton.cdiv(rows, cut["ROWS"]),)](
-            x,
-            residual,
+            *map(rows_of, (x, residual, out, total)),
             *weights,
-            out,
-            total,
             rows,
-            *row_layout(x, residual, out, total),
+            inner_sizes(x),
             eps,
             D=x.shape[-1],
-            ADD=residual is not None,
             **constants,
             **cut,
             **overlap(x.device),
@@ -275,8 +218,7 @@ def _layer_norms(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    has = {"WEIGHT": weight is not None, "BIAS": bias is not None}
-    return out, _launch(_layer_norm, x, residual, (weight, bias), out, eps, **has)
+    return out, _launch(_layer_norm, x, residual, (weight, bias), out, eps)
 
 
 @ops.layer_norm.kernel("triton", refuses=refuse_layer_norm, tuned_for=NORM.archs)

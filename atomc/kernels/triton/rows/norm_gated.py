@@ -9,37 +9,30 @@ from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike_shapes
 from atomc.kernels.triton.launch.launch import (
     begin,
+    inner_sizes,
+    load_rows,
     num_rows,
     overlap,
-    row_layout,
-    row_offset,
+    row_tile,
+    rows_of,
+    store_rows,
     unfit,
 )
 from atomc.kernels.triton.launch.tile_table import RowTile
 from atomc.kernels.triton.launch.tiles import NORM_GATED
-from atomc.kernels.triton.rows.norm import refuse_rms_norm, weighted
+from atomc.kernels.triton.rows.norm import normed, refuse_rms_norm
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_gated(
-    x_ptr,
-    gate_ptr,
+    x,
+    gate,
+    out,
     weight_ptr,
-    out_ptr,
     rows,
-    d1,
-    d2,
-    x0,
-    x1,
-    x2,
-    g0,
-    g1,
-    g2,
-    o0,
-    o1,
-    o2,
+    sizes,
     eps,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -47,22 +40,17 @@ def _rms_norm_gated(
     STYLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < D)
+    row, column, inside = row_tile(rows, D, 0, ROWS, BLOCK)
+    DTYPE: tl.constexpr = x.ptr.dtype.element_ty
     begin(PDL)
     weight = tl.load(weight_ptr + column, column < D, 0.0)
-    x = tl.load(x_ptr + row_offset(row, d1, d2, x0, x1, x2) + column, inside, 0.0)
-    gate = tl.load(gate_ptr + row_offset(row, d1, d2, g0, g1, g2) + column, inside, 0.0)
-    wide, gate = x.to(tl.float32), gate.to(tl.float32)
-    y = wide * tl.rsqrt(tl.sum(wide * wide, 1)[:, None] / D + eps)
-    y = weighted(y, weight.to(tl.float32), x.dtype, STYLE)
+    x = load_rows(x, row, column, sizes, inside)
+    gate = load_rows(gate, row, column, sizes, inside)
+    y = normed(x, weight.to(tl.float32), eps, D, DTYPE, STYLE)
     # In the promoted dtype of both after weighting, and in that of x in the other styles.
     if weight.dtype != tl.float32 or STYLE != "after":
-        y = y.to(x.dtype).to(tl.float32)
-    y *= gate * tl.sigmoid(gate)
-    at = out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column
-    tl.store(at, y.to(out_ptr.dtype.element_ty), inside)
+        y = y.to(DTYPE).to(tl.float32)
+    store_rows(out, row, column, sizes, y * (gate * tl.sigmoid(gate)), inside)
 
 
 def refuse_gate(platform: Platform, x: Tensor, gate: Tensor, **_: object) -> Refusal | None:
@@ -89,12 +77,10 @@ def launch(
     """Fill `out`, which has rows, with this tile."""
     rows = num_rows(out)
     _rms_norm_gated[(triton.cdiv(rows, tile.rows),)](
-        x,
-        gate,
+        *map(rows_of, (x, gate, out)),
         weight,
-        out,
         rows,
-        *row_layout(x, gate, out),
+        inner_sizes(x),
         eps,
         D=x.shape[-1],
         STYLE=style,
