@@ -9,10 +9,12 @@ from atomc import ops
 from atomc.kernels.checks import unknown, unlike, unlike_shapes
 from atomc.kernels.triton.launch.launch import (
     begin,
+    inner_sizes,
+    load_rows,
     num_rows,
     overlap,
-    row_layout,
-    row_offset,
+    rows_of,
+    store_rows,
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import GATED
@@ -57,20 +59,10 @@ def softplus(x):
 
 @triton.jit
 def _gated(
-    gate_ptr,
-    up_ptr,
-    out_ptr,
-    d1,
-    d2,
-    g0,
-    g1,
-    g2,
-    u0,
-    u1,
-    u2,
-    o0,
-    o1,
-    o2,
+    gate,
+    up,
+    out,
+    sizes,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -79,21 +71,17 @@ def _gated(
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
+    DTYPE: tl.constexpr = gate.ptr.dtype.element_ty
     begin(PDL)
-    gate = tl.load(gate_ptr + row_offset(row, d1, d2, g0, g1, g2) + column, inside).to(tl.float32)
-    up = tl.load(up_ptr + row_offset(row, d1, d2, u0, u1, u2) + column, inside).to(tl.float32)
+    gate = load_rows(gate, row, column, sizes, inside)
+    up = load_rows(up, row, column, sizes, inside)
     if ACTIVATION == "silu":
-        activated = silu(gate, gate_ptr.dtype.element_ty)
+        activated = silu(gate, DTYPE)
     elif ACTIVATION == "none":
         activated = gelu(gate)
     else:
         activated = gelu_tanh(gate)
-    out = activated.to(gate_ptr.dtype.element_ty).to(tl.float32) * up
-    tl.store(
-        out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column,
-        out.to(out_ptr.dtype.element_ty),
-        inside,
-    )
+    store_rows(out, row, column, sizes, activated.to(DTYPE).to(tl.float32) * up, inside)
 
 
 def unlike_gate(gate: Tensor, up: Tensor) -> Refusal | None:
@@ -116,10 +104,8 @@ def _launch(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if rows := num_rows(out):
         tile = GATED.choose(gate.device, rows)
         _gated[(rows, triton.cdiv(gate.shape[-1], tile["BLOCK"]))](
-            gate,
-            up,
-            out,
-            *row_layout(gate, up, out),
+            *map(rows_of, (gate, up, out)),
+            inner_sizes(gate),
             WIDTH=gate.shape[-1],
             ACTIVATION=activation,
             **tile,

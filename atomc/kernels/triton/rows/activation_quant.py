@@ -12,10 +12,12 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.triton.launch.launch import (
     begin,
+    inner_sizes,
+    load_rows,
     num_rows,
     overlap,
-    row_layout,
-    row_offset,
+    row_tile,
+    rows_of,
     unfit,
 )
 from atomc.kernels.triton.launch.tile_table import MAX_WARPS
@@ -38,62 +40,25 @@ PER_ROW, WIDE, FEW = ("fp8_per_token", "int8_per_token"), 8192, 64
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_quant(
-    gate_ptr,
-    up_ptr,
-    codes_ptr,
-    scales_ptr,
-    static_ptr,
+    gate,
+    up,
+    out,
     rows,
-    d1,
-    d2,
-    g0,
-    g1,
-    g2,
-    u0,
-    u1,
-    u2,
-    row_step,
-    group_step,
+    sizes,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    SCHEME: tl.constexpr,
-    GROUP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    BY_BITS: tl.constexpr,
-    MX_BIAS: tl.constexpr,
+    CODING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     first = tl.program_id(1) * BLOCK
-    column = first + tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < D)
+    row, column, inside = row_tile(rows, D, first, ROWS, BLOCK)
+    DTYPE: tl.constexpr = gate.ptr.dtype.element_ty
     begin(PDL)
-    gate = tl.load(gate_ptr + row_offset(row, d1, d2, g0, g1, g2) + column, inside, 0.0).to(
-        tl.float32
-    )
-    up = tl.load(up_ptr + row_offset(row, d1, d2, u0, u1, u2) + column, inside, 0.0).to(tl.float32)
-    DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
+    gate = load_rows(gate, row, column, sizes, inside)
+    up = load_rows(up, row, column, sizes, inside)
     y = (silu(gate, DTYPE).to(DTYPE).to(tl.float32) * up).to(DTYPE)
-    store_quantized(
-        y,
-        codes_ptr,
-        scales_ptr,
-        static_ptr,
-        row,
-        first,
-        rows,
-        D,
-        row_step,
-        group_step,
-        ROWS,
-        BLOCK,
-        SCHEME,
-        GROUP,
-        FNUZ,
-        BY_BITS,
-        MX_BIAS,
-    )
+    store_quantized(y, out, row, first, rows, D, CODING)
 
 
 def _tile(out: Quantized, rows: int, columns: int) -> dict[str, int]:
@@ -149,14 +114,12 @@ def silu_and_mul_quant(
     if rows := num_rows(gate):
         tile = _tile(out, rows, gate.shape[-1])
         _gated_quant[(triton.cdiv(rows, tile["ROWS"]), triton.cdiv(gate.shape[-1], tile["BLOCK"]))](
-            gate,
-            up,
-            *out.pointers,
+            *map(rows_of, (gate, up)),
+            out.into,
             rows,
-            *row_layout(gate, up),
-            *out.steps,
+            inner_sizes(gate),
             D=gate.shape[-1],
-            **out.constants,
+            CODING=out.coding,
             **tile,
             **overlap(gate.device),
         )

@@ -4,6 +4,8 @@ The order in which squares are added can move a value across the border between 
 allow this for few codes, by one step.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,163 +14,109 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import first_refusal
 from atomc.kernels.triton.launch.launch import (
-    TRITON_DTYPE,
+    at,
     begin,
+    inner_sizes,
     num_rows,
     overlap,
     register_limit,
-    row_layout,
-    row_offset,
+    row_tile,
+    rows_of,
 )
 from atomc.kernels.triton.launch.tiles import NORM
 from atomc.kernels.triton.rows.norm import (
+    normed,
     normed_dtype,
     refuse_rms_norm,
     row_sum,
     tile_for,
-    weighted,
 )
-from atomc.kernels.triton.rows.quant import Quantized, store_quantized, unquantizable
+from atomc.kernels.triton.rows.quant import Coding, Quantized, store_quantized, unquantizable
+
+
+class Constants(NamedTuple):
+    """Of a norm in a kernel."""
+
+    columns: int
+    block: int
+    coding: Coding
 
 
 @triton.jit
-def store_norm(
+def quantize_norm(
     x,
-    weight,
-    kept_at,
-    codes_ptr,
-    scales_ptr,
-    static_ptr,
-    row,
+    residual,
+    total,
+    weight_ptr,
+    kept,
+    out,
     rows,
-    row_step,
-    group_step,
+    sizes,
     eps,
-    DTYPE: tl.constexpr,
-    NORMED: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
     ROWS: tl.constexpr,
     STYLE: tl.constexpr,
-    KEEP: tl.constexpr,
-    SCHEME: tl.constexpr,
-    GROUP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    BY_BITS: tl.constexpr,
-    MX_BIAS: tl.constexpr,
 ):
-    """Store the norm of x in dtype NORMED if KEEP, and its codes and scales; SCHEME "": no codes.
-
-    x and weight [ROWS or 1, BLOCK] in fp32, padded by zeros; DTYPE is the dtype of x in memory.
-    """
-    y = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps)
-    y = weighted(y, weight, DTYPE, STYLE).to(NORMED)
-    if KEEP:
-        tl.store(kept_at, y, (row < rows) & (tl.arange(0, BLOCK)[None, :] < D))
-    if SCHEME != "":
-        store_quantized(
-            y,
-            codes_ptr,
-            scales_ptr,
-            static_ptr,
-            row,
-            0,
-            rows,
-            D,
-            row_step,
-            group_step,
-            ROWS,
-            BLOCK,
-            SCHEME,
-            GROUP,
-            FNUZ,
-            BY_BITS,
-            MX_BIAS,
-        )
+    """Store the sum, the norm if it is kept, and its codes and scales, if there are."""
+    DTYPE: tl.constexpr = x.ptr.dtype.element_ty
+    # Of two dtypes fp32 is the common one.
+    SAME: tl.constexpr = STYLE != "after" or weight_ptr.dtype.element_ty == DTYPE
+    D: tl.constexpr = NORM.columns
+    CODING: tl.constexpr = NORM.coding
+    row, column, inside = row_tile(rows, D, 0, ROWS, NORM.block)
+    weight = tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
+    y = row_sum(x, residual, total, row, column, sizes, inside)
+    y = normed(y, weight, eps, D, DTYPE, STYLE).to(DTYPE if SAME else tl.float32)
+    if kept is not None:
+        tl.store(at(kept, row, sizes) + column, y, inside)
+    if CODING.scheme != "":
+        store_quantized(y, out, row, 0, rows, D, CODING)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_quant(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    codes_ptr,
-    scales_ptr,
-    static_ptr,
-    sum_ptr,
-    kept_ptr,
+    x,
     rows,
-    d1,
-    d2,
-    x0,
-    x1,
-    x2,
-    r0,
-    r1,
-    r2,
-    s0,
-    s1,
-    s2,
-    k0,
-    k1,
-    k2,
-    row_step,
-    group_step,
+    sizes,
     eps,
-    NORMED: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
     ROWS: tl.constexpr,
     STYLE: tl.constexpr,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    SCHEME: tl.constexpr,
-    GROUP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    BY_BITS: tl.constexpr,
-    MX_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < D)
     begin(PDL)
-    weight = tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
-    x = row_sum(
-        x_ptr,
-        residual_ptr,
-        sum_ptr,
-        row_offset(row, d1, d2, x0, x1, x2) + column,
-        row_offset(row, d1, d2, r0, r1, r2) + column,
-        row_offset(row, d1, d2, s0, s1, s2) + column,
-        inside,
-        ADD,
-    )
-    store_norm(
-        x,
-        weight,
-        kept_ptr + row_offset(row, d1, d2, k0, k1, k2) + column,
-        codes_ptr,
-        scales_ptr,
-        static_ptr,
-        row,
-        rows,
-        row_step,
-        group_step,
-        eps,
-        x_ptr.dtype.element_ty,
-        NORMED,
-        D,
-        BLOCK,
-        ROWS,
-        STYLE,
-        KEEP,
-        SCHEME,
-        GROUP,
-        FNUZ,
-        BY_BITS,
-        MX_BIAS,
-    )
+    quantize_norm(*x, rows, sizes, eps, NORM, ROWS, STYLE)
+
+
+class Norm:
+    """A norm of x, or of x + residual, and its results.
+
+    out        None: only the norm is stored
+    kept       the norm; [0] unless `keep`
+    operands   the first ones of `quantize_norm`
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        style: str,
+        out: Quantized | None,
+        keep: bool,
+    ):
+        width, dtype = x.shape[-1], normed_dtype(x, weight, style)
+        self.total = None if residual is None else torch.empty_like(x)
+        self.kept = torch.empty_like(x, dtype=dtype) if keep else x.new_empty(0, dtype=dtype)
+        coding = Coding() if out is None else out.coding
+        block = max(triton.next_power_of_2(width), coding.group)
+        self.constants = Constants(width, block, coding)
+        rows = (
+            *map(rows_of, (x, residual, self.total)),
+            weight,
+            rows_of(self.kept if keep else None),
+        )
+        self.operands = *rows, None if out is None else out.into
 
 
 def quantized_norm(
@@ -186,35 +134,23 @@ def quantized_norm(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """add_rms_norm_quant; without a residual, the sum is x."""
-    normed = normed_dtype(x, weight, style)
     out = Quantized(x, scale, scheme, dtype, group, column_major, rounding)
-    total = None if residual is None else torch.empty_like(x)
-    kept = torch.empty_like(x, dtype=normed) if keep else x.new_empty(0, dtype=normed)
+    norm = Norm(x, residual, weight, style, out, keep)
     if rows := num_rows(x):
-        cut = tile_for(x, x.shape[-1])
-        cut["BLOCK"] = max(cut["BLOCK"], out.group)
-        _norm_quant[(triton.cdiv(rows, cut["ROWS"]),)](
-            x,
-            residual,
-            weight,
-            *out.pointers,
-            total,
-            kept,
+        tile = tile_for(x, x.shape[-1])
+        _norm_quant[(triton.cdiv(rows, tile["ROWS"]),)](
+            norm.operands,
             rows,
-            *row_layout(x, residual, total, kept if keep else None),
-            *out.steps,
+            inner_sizes(x),
             eps,
-            NORMED=TRITON_DTYPE[normed],
-            D=x.shape[-1],
+            NORM=norm.constants,
+            ROWS=tile["ROWS"],
             STYLE=style,
-            ADD=residual is not None,
-            KEEP=keep,
-            **out.constants,
-            **cut,
+            num_warps=tile["num_warps"],
             **overlap(x.device),
             **register_limit(x.device),
         )
-    return out.codes, out.scales, x if total is None else total, kept
+    return out.codes, out.scales, x if norm.total is None else norm.total, norm.kept
 
 
 refuse_rms_norm_quant = first_refusal(unquantizable, refuse_rms_norm)

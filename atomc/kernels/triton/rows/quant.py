@@ -3,11 +3,12 @@
 Codes equal those of the reference bit for bit: the operations are the same, with the same
 roundings. Magnitudes are compared by their bits, as integers, in which order NaN is the largest.
 
-A tile is ROWS x BLOCK values, padded by zeros. SCHEME is one of atomc.ops.schemes.
+A tile is ROWS x BLOCK values, padded by zeros.
 """
 
 import functools
 import struct
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,11 +18,13 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import first_refusal, odd_group, too_wide, unknown
 from atomc.kernels.triton.launch.launch import (
+    at,
     begin,
+    inner_sizes,
     num_rows,
     overlap,
-    row_layout,
-    row_offset,
+    row_tile,
+    rows_of,
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import QUANT, QUANT_BLOCK
@@ -108,134 +111,108 @@ def e2m1_codes(x):
     return (start + size).to(BITS, bitcast=True) & _number(15, bits)
 
 
+class Codes(NamedTuple):
+    """Where a kernel stores the codes and scales of rows.
+
+    static                 the scale of fp8_static
+    row_step, group_step   strides of the scales
+    """
+
+    codes: Tensor
+    scales: Tensor
+    static: Tensor | None
+    row_step: int
+    group_step: int
+
+
+class Coding(NamedTuple):
+    """How a kernel computes codes: a constant of it.
+
+    scheme   one of atomc.ops.schemes; "": there are no codes
+    by_bits  the device has no instruction that rounds to this fp8 dtype
+    """
+
+    scheme: str = ""
+    group: int = 1
+    fnuz: bool = False
+    by_bits: bool = False
+    mx_bias: int = 0
+
+
 @triton.jit
-def store_quantized(
-    y,
-    codes_ptr,
-    scales_ptr,
-    static_ptr,
-    row,
-    first,
-    rows,
-    D,
-    row_step,
-    group_step,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCHEME: tl.constexpr,
-    GROUP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    BY_BITS: tl.constexpr,
-    MX_BIAS: tl.constexpr,
-):
-    """Quantize a floating-point tile, and store its codes and scales.
+def store_quantized(y, out, row, first, rows, D, CODING: tl.constexpr):
+    """Quantize a floating-point tile [ROWS, BLOCK], and store its codes and scales in Codes.
 
     row [ROWS, 1], less than `rows`; the columns start at `first`, and are all D columns if a row
-    has one scale. row_step, group_step: strides of the scales.
+    has one scale.
     """
-    row = row.to(tl.int64)
-    column = first + tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < D)
-    LARGEST: tl.constexpr = 240.0 if FNUZ else 448.0
+    SCHEME: tl.constexpr = CODING.scheme
+    GROUP: tl.constexpr = CODING.group
+    FNUZ: tl.constexpr = CODING.fnuz
+    ROWS: tl.constexpr = y.shape[0]
+    BLOCK: tl.constexpr = y.shape[1]
+    INT8: tl.constexpr = SCHEME == "int8_per_token"
+    LARGEST: tl.constexpr = 127.0 if INT8 else 240.0 if FNUZ else 448.0
     DTYPE: tl.constexpr = y.dtype
+    row = row.to(tl.int64)
     y = y.to(tl.float32)
-    if SCHEME == "fp8_static":
-        inverse = tl.div_rn(1.0, tl.load(static_ptr).to(tl.float32))
-        tl.store(codes_ptr + row * D + column, fp8_codes(y * inverse, FNUZ, BY_BITS), inside)
-    elif SCHEME == "fp8_per_token":
-        scale = amax_scale(y, 1, LARGEST)[:, None]
-        tl.store(scales_ptr + row, scale, row < rows)
-        tl.store(
-            codes_ptr + row * D + column,
-            fp8_codes(y * tl.div_rn(1.0, scale), FNUZ, BY_BITS),
-            inside,
+    group = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
+    scale_at = out.scales + row * out.row_step + group * out.group_step
+    there = (row < rows) & (group < (D + GROUP - 1) // GROUP)
+    grouped = tl.reshape(y, (ROWS, BLOCK // GROUP, GROUP))
+    if SCHEME == "mxfp4":
+        amax = amax_bits(grouped, 2)
+        code = tl.maximum(((amax + CODING.mx_bias) >> 23) - 2, 0)
+        code = tl.where(amax >= 0x7F800000, 255, code)
+        tl.store(scale_at, code.to(tl.uint8), there)
+        # 2^-127 is a subnormal.
+        exponent = tl.maximum(254 - code, 0)
+        inverse = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+        # Of a 16-bit y, values of at least 0.25 are exact in fp16, and smaller ones become 0 as in
+        # fp32.
+        scaled = (grouped * inverse[:, :, None]).to(
+            tl.float32 if tl.float32 == DTYPE else tl.float16
         )
-    elif SCHEME == "int8_per_token":
-        scale = amax_scale(y, 1, 127.0)[:, None]
-        tl.store(scales_ptr + row, scale, row < rows)
-        tl.store(codes_ptr + row * D + column, _int8(y * tl.div_rn(1.0, scale)), inside)
+        low, high = tl.split(e2m1_codes(tl.reshape(scaled, (ROWS, BLOCK // 2, 2))))
+        pair = first // 2 + tl.arange(0, BLOCK // 2)[None, :]
+        tl.store(
+            out.codes + row * (D // 2) + pair,
+            (low | (high << 4)).to(tl.uint8),
+            (row < rows) & (pair < D // 2),
+        )
     else:
-        group = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
-        scale_at = scales_ptr + row * row_step + group * group_step
-        there = (row < rows) & (group < (D + GROUP - 1) // GROUP)
-        grouped = tl.reshape(y, (ROWS, BLOCK // GROUP, GROUP))
-        if SCHEME == "fp8_group":
+        if SCHEME == "fp8_static":
+            y *= tl.div_rn(1.0, tl.load(out.static).to(tl.float32))
+        elif SCHEME == "fp8_group":
             scale = amax_scale(grouped, 2, LARGEST)
             tl.store(scale_at, scale, there)
-            scaled = tl.reshape(grouped * tl.div_rn(1.0, scale)[:, :, None], (ROWS, BLOCK))
-            tl.store(codes_ptr + row * D + column, fp8_codes(scaled, FNUZ, BY_BITS), inside)
+            y = tl.reshape(grouped * tl.div_rn(1.0, scale)[:, :, None], (ROWS, BLOCK))
         else:
-            amax = amax_bits(grouped, 2)
-            code = tl.maximum(((amax + MX_BIAS) >> 23) - 2, 0)
-            code = tl.where(amax >= 0x7F800000, 255, code)
-            tl.store(scale_at, code.to(tl.uint8), there)
-            # 2^-127 is a subnormal.
-            exponent = tl.maximum(254 - code, 0)
-            inverse = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
-            # Of a 16-bit y, values of at least 0.25 are exact in fp16, and smaller ones become 0 as
-            # in fp32.
-            scaled = (grouped * inverse[:, :, None]).to(
-                tl.float32 if tl.float32 == DTYPE else tl.float16
-            )
-            low, high = tl.split(e2m1_codes(tl.reshape(scaled, (ROWS, BLOCK // 2, 2))))
-            pair = first // 2 + tl.arange(0, BLOCK // 2)[None, :]
-            tl.store(
-                codes_ptr + row * (D // 2) + pair,
-                (low | (high << 4)).to(tl.uint8),
-                (row < rows) & (pair < D // 2),
-            )
+            scale = amax_scale(y, 1, LARGEST)[:, None]
+            tl.store(out.scales + row, scale, row < rows)
+            y *= tl.div_rn(1.0, scale)
+        code = _int8(y) if INT8 else fp8_codes(y, FNUZ, CODING.by_bits)
+        column = first + tl.arange(0, BLOCK)[None, :]
+        tl.store(out.codes + row * D + column, code, (row < rows) & (column < D))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _quantize(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    static_ptr,
+    x,
+    out,
     rows,
-    d1,
-    d2,
-    x0,
-    x1,
-    x2,
-    row_step,
-    group_step,
+    sizes,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    SCHEME: tl.constexpr,
-    GROUP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    BY_BITS: tl.constexpr,
-    MX_BIAS: tl.constexpr,
+    CODING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     first = tl.program_id(1) * BLOCK
-    column = first + tl.arange(0, BLOCK)[None, :]
+    row, column, inside = row_tile(rows, D, first, ROWS, BLOCK)
     begin(PDL)
-    x = tl.load(
-        x_ptr + row_offset(row, d1, d2, x0, x1, x2) + column, (row < rows) & (column < D), 0.0
-    )
-    store_quantized(
-        x,
-        codes_ptr,
-        scales_ptr,
-        static_ptr,
-        row,
-        first,
-        rows,
-        D,
-        row_step,
-        group_step,
-        ROWS,
-        BLOCK,
-        SCHEME,
-        GROUP,
-        FNUZ,
-        BY_BITS,
-        MX_BIAS,
-    )
+    y = tl.load(at(x, row, sizes) + column, inside, 0.0)
+    store_quantized(y, out, row, first, rows, D, CODING)
 
 
 @functools.cache
@@ -253,7 +230,7 @@ def lacks_fp8_rounding(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Quantized:
-    """Empty codes and scales for rows shaped as x, and their arguments for store_quantized."""
+    """Empty codes and scales for rows shaped as x, and how `store_quantized` fills them."""
 
     def __init__(
         self,
@@ -266,14 +243,13 @@ class Quantized:
         rounding: str = "even",
     ):
         lead, width = x.shape[:-1], x.shape[-1]
-        self.steps = (1, 0)
-        self.static = scale
+        steps = (1, 0)
         self.whole_rows = scheme.endswith("per_token")
         self.group = 32 if scheme == "mxfp4" else group if scheme == "fp8_group" else 1
         if scheme == "mxfp4":
             self.codes = x.new_empty((*lead, width // 2), dtype=torch.uint8)
             self.scales = x.new_empty((*lead, width // 32), dtype=torch.uint8)
-            self.steps = (width // 32, 1)
+            steps = (width // 32, 1)
         else:
             self.codes = x.new_empty(
                 x.shape, dtype=torch.int8 if scheme == "int8_per_token" else dtype
@@ -282,20 +258,17 @@ class Quantized:
         if scheme == "fp8_group":
             groups = triton.cdiv(width, group)
             self.scales = empty_group_scales(x, groups, column_major)
-            self.steps = (1, num_rows(x)) if column_major else (groups, 1)
+            steps = (1, num_rows(x)) if column_major else (groups, 1)
         fp8 = scheme.startswith("fp8")
-        self.constants: dict[str, str | int] = {
-            "SCHEME": scheme,
-            "GROUP": self.group,
-            "FNUZ": dtype == torch.float8_e4m3fnuz,
-            "BY_BITS": fp8 and lacks_fp8_rounding(dtype, x.device),
-            "MX_BIAS": MX_ROUNDINGS[rounding],
-        }
-
-    @property
-    def pointers(self) -> tuple[Tensor, Tensor, Tensor | None]:
         codes = self.codes if self.codes.dtype == torch.int8 else self.codes.view(torch.uint8)
-        return codes, self.scales, self.static
+        self.into = Codes(codes, self.scales, scale, *steps)
+        self.coding = Coding(
+            scheme,
+            self.group,
+            dtype == torch.float8_e4m3fnuz,
+            fp8 and lacks_fp8_rounding(dtype, x.device),
+            MX_ROUNDINGS[rounding],
+        )
 
     def tile(self, rows: int, columns: int) -> dict[str, int]:
         """The launch arguments for this number of rows and columns; whole rows, if a row has one
@@ -340,13 +313,12 @@ def _launch(x: Tensor, out: Quantized) -> tuple[Tensor, Tensor]:
         tile = out.tile(rows, x.shape[-1])
         columns = triton.cdiv(x.shape[-1], tile["BLOCK"])
         _quantize[(triton.cdiv(rows, tile["ROWS"]), columns)](
-            x,
-            *out.pointers,
+            rows_of(x),
+            out.into,
             rows,
-            *row_layout(x),
-            *out.steps,
+            inner_sizes(x),
             D=x.shape[-1],
-            **out.constants,
+            CODING=out.coding,
             **tile,
             **overlap(x.device),
         )

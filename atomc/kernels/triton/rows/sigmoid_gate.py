@@ -10,10 +10,12 @@ from atomc.kernels.checks import unlike, unlike_shapes
 from atomc.kernels.triton.launch.launch import (
     begin,
     inner_sizes,
+    load_rows,
     num_rows,
     overlap,
-    row_offset,
-    row_strides,
+    row_tile,
+    rows_of,
+    store_rows,
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import GATED
@@ -24,25 +26,12 @@ from atomc.platform import Platform
 
 @triton.jit(do_not_specialize=["rows"])
 def _sigmoid_gated(
-    gate_ptr,
-    up_ptr,
-    added_ptr,
-    out_ptr,
+    gate,
+    up,
+    added,
+    out,
     rows,
-    d1,
-    d2,
-    g0,
-    g1,
-    g2,
-    u0,
-    u1,
-    u2,
-    a0,
-    a1,
-    a2,
-    o0,
-    o1,
-    o2,
+    sizes,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -50,22 +39,17 @@ def _sigmoid_gated(
     PDL: tl.constexpr,
 ):
     """ROWS, COLUMNS: the tile of a program. ONE_GATE: a row has one gate."""
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows) & (column < WIDTH)
+    DTYPE: tl.constexpr = out.ptr.dtype.element_ty
+    row, column, inside = row_tile(rows, WIDTH, tl.program_id(1) * COLUMNS, ROWS, COLUMNS)
     begin(PDL)
-    gate_at = gate_ptr + row_offset(row, d1, d2, g0, g1, g2)
     if ONE_GATE:
-        gate = tl.load(gate_at, row < rows, 0.0).to(tl.float32)
+        gate = load_rows(gate, row, 0, sizes, row < rows)
     else:
-        gate = tl.load(gate_at + column, inside, 0.0).to(tl.float32)
-    up = tl.load(up_ptr + row_offset(row, d1, d2, u0, u1, u2) + column, inside).to(tl.float32)
-    out = tl.sigmoid(gate).to(DTYPE).to(tl.float32) * up
-    if added_ptr is not None:
-        added_at = added_ptr + row_offset(row, d1, d2, a0, a1, a2) + column
-        out = out.to(DTYPE).to(tl.float32) + tl.load(added_at, inside).to(tl.float32)
-    tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, out.to(DTYPE), inside)
+        gate = load_rows(gate, row, column, sizes, inside)
+    value = tl.sigmoid(gate).to(DTYPE).to(tl.float32) * load_rows(up, row, column, sizes, inside)
+    if added is not None:
+        value = value.to(DTYPE).to(tl.float32) + load_rows(added, row, column, sizes, inside)
+    store_rows(out, row, column, sizes, value, inside)
 
 
 def refuse_sigmoid_and_mul(
@@ -89,16 +73,9 @@ def sigmoid_and_mul(gate: Tensor, up: Tensor, added: Tensor | None = None) -> Te
         columns = min(tile["BLOCK"], triton.next_power_of_2(width))
         together = tile["BLOCK"] // columns  # rows, such as of heads, that are short
         _sigmoid_gated[(triton.cdiv(rows, together), triton.cdiv(width, columns))](
-            gate,
-            up,
-            added,
-            out,
+            *map(rows_of, (gate, up, added, out)),
             rows,
-            *inner_sizes(up),
-            *row_strides(gate),
-            *row_strides(up),
-            *row_strides(first),
-            *row_strides(out),
+            inner_sizes(up),
             WIDTH=width,
             ROWS=together,
             COLUMNS=columns,
