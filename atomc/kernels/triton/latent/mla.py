@@ -19,29 +19,29 @@ from atomc.kernels.checks import (
 )
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
+    at,
     begin,
     inner_sizes,
     num_rows,
     overlap,
-    row_layout,
-    row_offset,
-    row_strides,
+    rows_of,
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import HEAD_ROWS
 from atomc.kernels.triton.rows.kv_write import (
-    byte_view,
+    cache_of,
     codes_of,
     copy_rows,
     inverse_scale,
     uncachable,
 )
 from atomc.kernels.triton.rows.rope import (
-    cut_rows,
+    HeadParts,
+    head_parts,
     refuse_rope,
     rotated,
     store_parts,
-    table_strides,
+    tables_of,
 )
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -51,182 +51,66 @@ MAX_WIDTH = 2048
 
 @triton.jit
 def write_latents(
-    kv_c_ptr,
-    k_pe_ptr,
-    cos_ptr,
-    sin_ptr,
-    cache_ptr,
+    kv_c,
+    k_pe,
+    tables,
+    cache,
     slots_ptr,
-    scale_ptr,
     row,
     rows,
-    c_d2,
-    c0,
-    c1,
-    c2,
-    p_d1,
-    p_d2,
-    p0,
-    p1,
-    p2,
-    t0,
-    t1,
-    t2,
-    token_stride,
+    c_sizes,
+    p_sizes,
     L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     OUT: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    STYLE: tl.constexpr,
+    PARTS: tl.constexpr,
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Write the tokens `row` [ROWS, 1] into the cache: the latent, then the key, rotated unless
-    STYLE is "".
+    """Write the tokens `row` [ROWS, 1] into the cache: the latent, then the key, rotated unless the
+    style of PARTS is "".
     """
     slot = tl.load(slots_ptr + row, row < rows, -1)
     inside = slot >= 0
-    at = slot * token_stride
-    inverse = inverse_scale(scale_ptr)
-    copy_rows(
-        kv_c_ptr,
-        row_offset(row, 1, c_d2, c0, c1, c2),
-        cache_ptr,
-        at,
-        inside,
-        inverse,
-        L,
-        BLOCK_L,
-        CODES,
-        BY_BITS,
-    )
-    key_at = row_offset(row, p_d1, p_d2, p0, p1, p2)
-    if STYLE == "":
-        copy_rows(k_pe_ptr, key_at, cache_ptr, at + L, inside, inverse, D, BLOCK, CODES, BY_BITS)
+    target = cache.ptr + slot * cache.token
+    inverse = inverse_scale(cache.scale)
+    copy_rows(at(kv_c, row, c_sizes), target, inside, inverse, L, CODES, BY_BITS)
+    if PARTS.style == "":
+        key_at = at(k_pe, row, p_sizes)
+        copy_rows(key_at, target + L, inside, inverse, PARTS.columns, CODES, BY_BITS)
     else:
-        a, b, rest = rotated(
-            k_pe_ptr,
-            key_at,
-            inside,
-            None,
-            cos_ptr,
-            sin_ptr,
-            row_offset(row, p_d1, p_d2, t0, t1, t2),
-            0.0,
-            None,
-            OUT,
-            D,
-            HALF,
-            BLOCK,
-            BLOCK_REST,
-            "",
-            STYLE,
-        )
-        store_parts(
-            cache_ptr,
-            at + L,
-            inside,
-            a,
-            b,
-            rest,
-            inverse,
-            D,
-            HALF,
-            BLOCK,
-            BLOCK_REST,
-            STYLE,
-            CODES,
-            BY_BITS,
-        )
+        parts = rotated(k_pe, row, inside, p_sizes, None, tables, 0.0, OUT, PARTS, "")
+        store_parts(target + L, inside, parts, inverse, PARTS, CODES, BY_BITS)
 
 
 @triton.jit
 def rotate_query(
-    q_pe_ptr,
-    cos_ptr,
-    sin_ptr,
+    q_pe,
+    tables,
     q_out_ptr,
     row,
     inside,
-    d1,
-    heads,
-    p0,
-    p1,
-    p2,
-    t0,
-    t1,
-    t2,
-    out_row,
+    sizes,
     P: tl.constexpr,
     OUT: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    STYLE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Rotate query rows (token * heads + head) into the columns of the result from P on."""
-    a, b, rest = rotated(
-        q_pe_ptr,
-        row_offset(row, d1, heads, p0, p1, p2),
-        inside,
-        None,
-        cos_ptr,
-        sin_ptr,
-        row_offset(row, d1, heads, t0, t1, t2),
-        0.0,
-        None,
-        OUT,
-        D,
-        HALF,
-        BLOCK,
-        BLOCK_REST,
-        "",
-        STYLE,
-    )
-    store_parts(
-        q_out_ptr,
-        row.to(tl.int64) * out_row + P,
-        inside,
-        a,
-        b,
-        rest,
-        1.0,
-        D,
-        HALF,
-        BLOCK,
-        BLOCK_REST,
-        STYLE,
-        "",
-        False,
-    )
+    parts = rotated(q_pe, row, inside, sizes, None, tables, 0.0, OUT, PARTS, "")
+    target = q_out_ptr + (row.to(tl.int64) * (P + PARTS.columns) + P)
+    store_parts(target, inside, parts, 1.0, PARTS, "", False)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _mla_kv_write(
-    kv_c_ptr,
-    k_pe_ptr,
-    cache_ptr,
+    kv_c,
+    k_pe,
+    cache,
     slots_ptr,
-    scale_ptr,
     rows,
-    c_d2,
-    c0,
-    c1,
-    c2,
-    p_d1,
-    p_d2,
-    p0,
-    p1,
-    p2,
-    token_stride,
+    c_sizes,
+    p_sizes,
     L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
@@ -235,36 +119,18 @@ def _mla_kv_write(
     begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     write_latents(
-        kv_c_ptr,
-        k_pe_ptr,
+        kv_c,
+        k_pe,
         None,
-        None,
-        cache_ptr,
+        cache,
         slots_ptr,
-        scale_ptr,
         row,
         rows,
-        c_d2,
-        c0,
-        c1,
-        c2,
-        p_d1,
-        p_d2,
-        p0,
-        p1,
-        p2,
-        0,
-        0,
-        0,
-        token_stride,
+        c_sizes,
+        p_sizes,
         L,
-        BLOCK_L,
         None,
-        D,
-        0,
-        BLOCK,
-        1,
-        "",
+        PARTS,
         CODES,
         BY_BITS,
     )
@@ -272,53 +138,25 @@ def _mla_kv_write(
 
 @triton.jit(do_not_specialize=["q_rows", "rows", "q_programs"])
 def _mla_rope_kv_write(
-    q_nope_ptr,
-    q_pe_ptr,
-    kv_c_ptr,
-    k_pe_ptr,
-    cos_ptr,
-    sin_ptr,
+    q_nope,
+    q_pe,
+    kv_c,
+    k_pe,
+    q_tables,
+    k_tables,
     q_out_ptr,
-    cache_ptr,
+    cache,
     slots_ptr,
-    scale_ptr,
     q_rows,
     rows,
     q_programs,
-    d1,
-    heads,
-    n0,
-    n1,
-    n2,
-    q0,
-    q1,
-    q2,
-    c_d2,
-    c0,
-    c1,
-    c2,
-    p_d1,
-    p_d2,
-    p0,
-    p1,
-    p2,
-    qt0,
-    qt1,
-    qt2,
-    kt0,
-    kt1,
-    kt2,
-    token_stride,
+    q_sizes,
+    c_sizes,
+    p_sizes,
     P: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     OUT: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    STYLE: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
@@ -329,75 +167,24 @@ def _mla_rope_kv_write(
     if program < q_programs:
         row = program * ROWS + tl.arange(0, ROWS)[:, None]
         inside = row < q_rows
-        copy_rows(
-            q_nope_ptr,
-            row_offset(row, d1, heads, n0, n1, n2),
-            q_out_ptr,
-            row.to(tl.int64) * (P + D),
-            inside,
-            1.0,
-            P,
-            BLOCK_P,
-            "",
-            False,
-        )
-        rotate_query(
-            q_pe_ptr,
-            cos_ptr,
-            sin_ptr,
-            q_out_ptr,
-            row,
-            inside,
-            d1,
-            heads,
-            q0,
-            q1,
-            q2,
-            qt0,
-            qt1,
-            qt2,
-            P + D,
-            P,
-            OUT,
-            D,
-            HALF,
-            BLOCK,
-            BLOCK_REST,
-            STYLE,
-        )
+        target = q_out_ptr + row.to(tl.int64) * (P + PARTS.columns)
+        copy_rows(at(q_nope, row, q_sizes), target, inside, 1.0, P, "", False)
+        rotate_query(q_pe, q_tables, q_out_ptr, row, inside, q_sizes, P, OUT, PARTS)
     else:
         row = (program - q_programs) * ROWS + tl.arange(0, ROWS)[:, None]
         write_latents(
-            kv_c_ptr,
-            k_pe_ptr,
-            cos_ptr,
-            sin_ptr,
-            cache_ptr,
+            kv_c,
+            k_pe,
+            k_tables,
+            cache,
             slots_ptr,
-            scale_ptr,
             row,
             rows,
-            c_d2,
-            c0,
-            c1,
-            c2,
-            p_d1,
-            p_d2,
-            p0,
-            p1,
-            p2,
-            kt0,
-            kt1,
-            kt2,
-            token_stride,
+            c_sizes,
+            p_sizes,
             L,
-            BLOCK_L,
             OUT,
-            D,
-            HALF,
-            BLOCK,
-            BLOCK_REST,
-            STYLE,
+            PARTS,
             CODES,
             BY_BITS,
         )
@@ -422,11 +209,6 @@ def refuse_mla_kv_write(
     )
 
 
-def latent_strides(kv_c: Tensor) -> tuple[int, int, int, int]:
-    """d2, and the strides of d0, d1 and d2; the size d1 of a latent is 1."""
-    return inner_sizes(kv_c)[1], *row_strides(kv_c)
-
-
 @ops.mla_kv_write.kernel(
     "triton", layout="paged", refuses=refuse_mla_kv_write, tuned_for=HEAD_ROWS.archs
 )
@@ -436,19 +218,13 @@ def mla_kv_write(
     if rows := num_rows(kv_c):
         rows_a_program = HEAD_ROWS.choose(kv_c.device, rows)
         _mla_kv_write[(triton.cdiv(rows, rows_a_program),)](
-            kv_c,
-            k_pe,
-            byte_view(kv_cache),
+            *map(rows_of, (kv_c, k_pe)),
+            cache_of(kv_cache, scale),
             slots,
-            scale,
             rows,
-            *latent_strides(kv_c),
-            *row_layout(k_pe),
-            kv_cache.stride(1),
+            *map(inner_sizes, (kv_c, k_pe)),
             L=kv_c.shape[-1],
-            BLOCK_L=triton.next_power_of_2(kv_c.shape[-1]),
-            D=k_pe.shape[-1],
-            BLOCK=triton.next_power_of_2(k_pe.shape[-1]),
+            PARTS=HeadParts("", k_pe.shape[-1]),
             ROWS=rows_a_program,
             num_warps=4,
             **codes_of(kv_cache),
@@ -508,40 +284,28 @@ def mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    nope, latent = q_nope.shape[-1], kv_c.shape[-1]
+    nope = q_nope.shape[-1]
     out, turned = empty_queries(q_nope, nope, q_pe, cos)
     if rows := num_rows(kv_c):
         q_rows = num_rows(q_nope)
         rows_a_program = HEAD_ROWS.choose(kv_c.device, q_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _mla_rope_kv_write[(q_programs + triton.cdiv(rows, rows_a_program),)](
-            q_nope,
-            q_pe,
-            kv_c,
-            k_pe,
-            cos,
-            sin,
+            *map(rows_of, (q_nope, q_pe, kv_c, k_pe)),
+            tables_of(cos, sin, q_pe),
+            tables_of(cos, sin, k_pe),
             out,
-            byte_view(kv_cache),
+            cache_of(kv_cache, scale),
             slots,
-            scale,
             q_rows,
             rows,
             q_programs,
-            *row_layout(q_nope, q_pe),
-            *latent_strides(kv_c),
-            *row_layout(k_pe),
-            *table_strides(cos, q_pe),
-            *table_strides(cos, k_pe),
-            kv_cache.stride(1),
+            *map(inner_sizes, (q_nope, kv_c, k_pe)),
             P=nope,
-            BLOCK_P=triton.next_power_of_2(nope),
-            L=latent,
-            BLOCK_L=triton.next_power_of_2(latent),
+            L=kv_c.shape[-1],
             OUT=TRITON_DTYPE[turned],
-            STYLE=rope_style,
+            PARTS=head_parts(q_pe, cos, rope_style),
             ROWS=rows_a_program,
-            **cut_rows(q_pe, cos, rope_style),
             **codes_of(kv_cache),
             **overlap(kv_c.device),
         )

@@ -5,6 +5,8 @@ kind of its codes, "fn" or "fnuz", and "" for other caches. Codes equal those of
 for bit.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,12 +16,12 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import scattered_blocks, scattered_slots, strided, unlike, unsupported
 from atomc.kernels.triton.launch.launch import (
+    at,
     begin,
     inner_sizes,
     num_rows,
     overlap,
-    row_offset,
-    row_strides,
+    rows_of,
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import HEAD_ROWS
@@ -29,11 +31,17 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-@triton.jit
-def cache_offset(slots_ptr, row, inside, HEADS: tl.constexpr, token_stride, head_stride):
-    """Offsets of rows (token * HEADS + head) in a cache, and which of them have a slot."""
-    slot = tl.load(slots_ptr + row // HEADS, inside, -1)
-    return slot * token_stride + (row % HEADS).to(tl.int64) * head_stride, slot >= 0
+class Cache(NamedTuple):
+    """A paged cache as one argument of a kernel: scale of codes, strides of tokens and heads."""
+
+    ptr: Tensor
+    scale: Tensor | None
+    token: int
+    head: int
+
+
+def cache_of(cache: Tensor, scale: Tensor | None) -> Cache:
+    return Cache(byte_view(cache), scale, *cache.stride()[1:3])
 
 
 @triton.jit
@@ -83,56 +91,60 @@ def scale_of_numbers(scale_ptr, CODES: tl.constexpr):
 
 @triton.jit
 def copy_rows(
-    from_ptr,
-    from_at,
-    to_ptr,
-    to_at,
+    source,
+    target,
     inside,
     inverse,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Copy WIDTH columns from offsets to offsets, converted for a cache. from_at, to_at and inside
-    are [ROWS, 1].
+    """Copy WIDTH columns from pointers to pointers, converted for a cache. source, target and
+    inside are [ROWS, 1].
     """
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
     inside = inside & (column < WIDTH)
-    value = tl.load(from_ptr + from_at + column, inside, 0.0)
-    tl.store(
-        to_ptr + to_at + column,
-        stored_values(value, inverse, to_ptr.dtype.element_ty, CODES, BY_BITS),
-        inside,
-    )
+    value = tl.load(source + column, inside, 0.0)
+    value = stored_values(value, inverse, target.dtype.element_ty, CODES, BY_BITS)
+    tl.store(target + column, value, inside)
+
+
+@triton.jit
+def cache_at(cache, slot, row, HEADS: tl.constexpr):
+    """Pointers to rows (token * HEADS + head) in a Cache; the token is in this slot."""
+    return cache.ptr + slot * cache.token + (row % HEADS).to(tl.int64) * cache.head
+
+
+@triton.jit
+def cache_rows(
+    x,
+    cache,
+    slot,
+    row,
+    d1,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CODES: tl.constexpr,
+    BY_BITS: tl.constexpr,
+):
+    """Write the rows (token * HEADS + head) of tokens that have a slot into a Cache."""
+    target = cache_at(cache, slot, row, HEADS)
+    inverse = inverse_scale(cache.scale)
+    copy_rows(at(x, row, (d1, HEADS)), target, slot >= 0, inverse, WIDTH, CODES, BY_BITS)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _kv_write(
-    k_ptr,
-    v_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
+    k,
+    v,
+    k_cache,
+    v_cache,
     slots_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
     rows,
     d1,
-    k0,
-    k1,
-    k2,
-    v0,
-    v1,
-    v2,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
@@ -140,32 +152,9 @@ def _kv_write(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     begin(PDL)
-    k_at, inside = cache_offset(slots_ptr, row, row < rows, HEADS, k_token, k_head)
-    v_at, _ = cache_offset(slots_ptr, row, row < rows, HEADS, v_token, v_head)
-    copy_rows(
-        k_ptr,
-        row_offset(row, d1, HEADS, k0, k1, k2),
-        k_cache_ptr,
-        k_at,
-        inside,
-        inverse_scale(k_scale_ptr),
-        D,
-        BLOCK_D,
-        CODES,
-        BY_BITS,
-    )
-    copy_rows(
-        v_ptr,
-        row_offset(row, d1, HEADS, v0, v1, v2),
-        v_cache_ptr,
-        v_at,
-        inside,
-        inverse_scale(v_scale_ptr),
-        DV,
-        BLOCK_DV,
-        CODES,
-        BY_BITS,
-    )
+    slot = tl.load(slots_ptr + row // HEADS, row < rows, -1)
+    cache_rows(k, k_cache, slot, row, d1, HEADS, D, CODES, BY_BITS)
+    cache_rows(v, v_cache, slot, row, d1, HEADS, DV, CODES, BY_BITS)
 
 
 def byte_view(cache: Tensor) -> Tensor:
@@ -255,24 +244,15 @@ def kv_write(
         d1, heads = inner_sizes(k)
         rows_a_program = HEAD_ROWS.choose(k.device, rows)
         _kv_write[(triton.cdiv(rows, rows_a_program),)](
-            k,
-            v,
-            byte_view(k_cache),
-            byte_view(v_cache),
+            *map(rows_of, (k, v)),
+            cache_of(k_cache, k_scale),
+            cache_of(v_cache, v_scale),
             slots,
-            k_scale,
-            v_scale,
             rows,
             d1,
-            *row_strides(k),
-            *row_strides(v),
-            *k_cache.stride()[1:3],
-            *v_cache.stride()[1:3],
             HEADS=heads,
             D=k.shape[-1],
             DV=v.shape[-1],
-            BLOCK_D=triton.next_power_of_2(k.shape[-1]),
-            BLOCK_DV=triton.next_power_of_2(v.shape[-1]),
             ROWS=rows_a_program,
             num_warps=4,
             **codes_of(k_cache),

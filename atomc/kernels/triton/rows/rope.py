@@ -4,6 +4,8 @@ A program takes a few rows of q or of k, each one head of one token. A row has t
 halves that are rotated, R/2 wide each, and the rest, which passes through.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,19 +15,17 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import unknown, unlike
 from atomc.kernels.triton.launch.launch import (
-    TRITON_DTYPE,
+    at,
     begin,
     inner_sizes,
     num_rows,
     overlap,
     row_offset,
-    row_strides,
+    rows_of,
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import HEAD_ROWS
-from atomc.kernels.triton.rows.kv_write import (
-    stored_values,
-)
+from atomc.kernels.triton.rows.kv_write import stored_values
 from atomc.kernels.triton.rows.norm import normed_dtype, weighted
 from atomc.ops.formats import FLOATS
 from atomc.ops.norm import RMS_NORM_STYLES
@@ -34,65 +34,84 @@ from atomc.ops.rope import FULL_WIDTH_STYLES, ROPE_STYLES, columns_per_angle
 from atomc.platform import Platform
 
 
+class HeadParts(NamedTuple):
+    """What a row consists of, and how it is rotated: a constant of a kernel.
+
+    style              one of ROPE_STYLES; "": the row is not rotated
+    columns, half      the widths of a row, and of each part that is rotated
+    block, rest_block  columns of tiles of such a part, and of the rest
+    """
+
+    style: str
+    columns: int
+    half: int = 0
+    block: int = 1
+    rest_block: int = 1
+
+
+class Tables(NamedTuple):
+    """cos and sin for rows as one argument of a kernel, with the strides of both."""
+
+    cos: Tensor
+    sin: Tensor
+    s0: int
+    s1: int
+    s2: int
+
+
 @triton.jit
-def _parts(
-    ptr,
-    at,
-    inside,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    STYLE: tl.constexpr,
-):
-    """The two rotated halves and the rest of rows at offsets `at`, in fp32."""
-    i = tl.arange(0, BLOCK)[None, :]
-    first, second = i, i + HALF
-    if STYLE == "gptj" or STYLE == "pairs_to_half" or STYLE == "pairs":
-        first, second = 2 * i, 2 * i + 1
-    a = tl.load(ptr + at + first, (i < HALF) & inside, 0.0).to(tl.float32)
-    b = tl.load(ptr + at + second, (i < HALF) & inside, 0.0).to(tl.float32)
+def _halves(inside, PARTS: tl.constexpr, PAIRS: tl.constexpr):
+    """The columns of the two parts that are rotated, and which are there."""
+    i = tl.arange(0, PARTS.block)[None, :]
+    inside = inside & (i < PARTS.half)
+    if PAIRS:
+        return 2 * i, 2 * i + 1, inside
+    else:
+        return i, i + PARTS.half, inside
+
+
+@triton.jit
+def _rest(inside, PARTS: tl.constexpr):
+    """The columns behind them, and which are there."""
+    j = 2 * PARTS.half + tl.arange(0, PARTS.rest_block)[None, :]
+    return j, inside & (j < PARTS.columns)
+
+
+@triton.jit
+def _parts(at, inside, PARTS: tl.constexpr):
+    """The two rotated halves and the rest of rows, in fp32."""
+    STYLE: tl.constexpr = PARTS.style
+    PAIRS: tl.constexpr = STYLE == "gptj" or STYLE == "pairs_to_half" or STYLE == "pairs"
+    first, second, there = _halves(inside, PARTS, PAIRS)
+    a = tl.load(at + first, there, 0.0).to(tl.float32)
+    b = tl.load(at + second, there, 0.0).to(tl.float32)
     rest = a
-    if D > 2 * HALF:
-        j = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-        rest = tl.load(ptr + at + j, (j < D) & inside, 0.0).to(tl.float32)
+    if PARTS.columns > 2 * PARTS.half:
+        j, there = _rest(inside, PARTS)
+        rest = tl.load(at + j, there, 0.0).to(tl.float32)
     return a, b, rest
 
 
 @triton.jit
 def store_parts(
-    ptr,
     at,
     inside,
-    a,
-    b,
-    rest,
+    parts,
     inverse,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    STYLE: tl.constexpr,
+    PARTS: tl.constexpr,
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Store the parts of rows at offsets `at`, converted for a cache."""
-    DTYPE: tl.constexpr = ptr.dtype.element_ty
-    i = tl.arange(0, BLOCK)[None, :]
-    first, second = i, i + HALF
-    if STYLE == "gptj" or STYLE == "pairs":
-        first, second = 2 * i, 2 * i + 1
-    tl.store(
-        ptr + at + first, stored_values(a, inverse, DTYPE, CODES, BY_BITS), inside & (i < HALF)
-    )
-    tl.store(
-        ptr + at + second, stored_values(b, inverse, DTYPE, CODES, BY_BITS), inside & (i < HALF)
-    )
-    if D > 2 * HALF:
-        j = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-        tl.store(
-            ptr + at + j, stored_values(rest, inverse, DTYPE, CODES, BY_BITS), inside & (j < D)
-        )
+    """Store the parts of rows, converted for a cache."""
+    a, b, rest = parts
+    DTYPE: tl.constexpr = at.dtype.element_ty
+    PAIRS: tl.constexpr = PARTS.style == "gptj" or PARTS.style == "pairs"
+    first, second, there = _halves(inside, PARTS, PAIRS)
+    tl.store(at + first, stored_values(a, inverse, DTYPE, CODES, BY_BITS), there)
+    tl.store(at + second, stored_values(b, inverse, DTYPE, CODES, BY_BITS), there)
+    if PARTS.columns > 2 * PARTS.half:
+        j, there = _rest(inside, PARTS)
+        tl.store(at + j, stored_values(rest, inverse, DTYPE, CODES, BY_BITS), there)
 
 
 @triton.jit
@@ -102,224 +121,141 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def rotated(
-    x_ptr,
-    at,
+    x,
+    row,
     inside,
+    sizes,
     weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    table_at,
+    tables,
     eps,
-    NORMED: tl.constexpr,
     OUT: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    PARTS: tl.constexpr,
     NORM: tl.constexpr,
-    STYLE: tl.constexpr,
 ):
-    """The parts of rows at offsets `at`, normalized (and rounded to NORMED) unless NORM is "", and
-    rotated (and rounded to OUT).
+    """The parts of rows of x, normalized (and rounded) unless NORM is "", and rotated (and rounded
+    to OUT).
     """
-    a, b, rest = _parts(x_ptr, at, inside, D, HALF, BLOCK, BLOCK_REST, STYLE)
+    a, b, rest = _parts(at(x, row, sizes), inside, PARTS)
     if NORM != "":
         square = tl.sum(a * a, 1) + tl.sum(b * b, 1)
-        if D > 2 * HALF:
+        if PARTS.columns > 2 * PARTS.half:
             square += tl.sum(rest * rest, 1)
-        scale = tl.rsqrt(square / D + eps)[:, None]
-        a_weight, b_weight, rest_weight = _parts(
-            weight_ptr, at * 0, inside, D, HALF, BLOCK, BLOCK_REST, STYLE
-        )
-        DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+        scale = tl.rsqrt(square / PARTS.columns + eps)[:, None]
+        a_weight, b_weight, rest_weight = _parts(weight_ptr + row * 0, inside, PARTS)
+        DTYPE: tl.constexpr = x.ptr.dtype.element_ty
+        # Of two dtypes fp32 is the common one.
+        SAME: tl.constexpr = NORM != "after" or weight_ptr.dtype.element_ty == DTYPE
+        NORMED: tl.constexpr = DTYPE if SAME else tl.float32
         a = _rounded(weighted(a * scale, a_weight, DTYPE, NORM), NORMED)
         b = _rounded(weighted(b * scale, b_weight, DTYPE, NORM), NORMED)
         rest = _rounded(weighted(rest * scale, rest_weight, DTYPE, NORM), NORMED)
-    i = tl.arange(0, BLOCK)[None, :]
-    column = inside & (i < HALF)
-    of_first, of_second = i, i + HALF
-    if STYLE == "pairs":
-        of_first, of_second = 2 * i, 2 * i + 1
-    cos = tl.load(cos_ptr + table_at + of_first, column, 0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + table_at + of_first, column, 0.0).to(tl.float32)
+    table_at = row_offset(row, sizes[0], sizes[1], tables.s0, tables.s1, tables.s2)
+    cos_at, sin_at = tables.cos + table_at, tables.sin + table_at
+    first, second, there = _halves(inside, PARTS, PARTS.style == "pairs")
+    cos = tl.load(cos_at + first, there, 0.0).to(tl.float32)
+    sin = tl.load(sin_at + first, there, 0.0).to(tl.float32)
     second_cos, second_sin = cos, sin
-    if STYLE == "neox" or STYLE == "pairs":
-        second_cos = tl.load(cos_ptr + table_at + of_second, column, 0.0).to(tl.float32)
-        second_sin = tl.load(sin_ptr + table_at + of_second, column, 0.0).to(tl.float32)
-    first = _rounded(a * cos, OUT) - _rounded(b * sin, OUT)
-    second = _rounded(b * second_cos, OUT) + _rounded(a * second_sin, OUT)
-    return _rounded(first, OUT), _rounded(second, OUT), rest
+    if PARTS.style == "neox" or PARTS.style == "pairs":
+        second_cos = tl.load(cos_at + second, there, 0.0).to(tl.float32)
+        second_sin = tl.load(sin_at + second, there, 0.0).to(tl.float32)
+    c = _rounded(a * cos, OUT) - _rounded(b * sin, OUT)
+    d = _rounded(b * second_cos, OUT) + _rounded(a * second_sin, OUT)
+    return _rounded(c, OUT), _rounded(d, OUT), rest
+
+
+@triton.jit
+def rotate(
+    x,
+    out,
+    program,
+    rows,
+    sizes,
+    weight_ptr,
+    tables,
+    eps,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Store the rotated rows of a program."""
+    row = program * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = row < rows
+    OUT: tl.constexpr = out.ptr.dtype.element_ty
+    parts = rotated(x, row, inside, sizes, weight_ptr, tables, eps, OUT, PARTS, NORM)
+    store_parts(at(out, row, sizes), inside, parts, 1.0, PARTS, "", False)
 
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_programs"])
 def _rope(
-    q_ptr,
-    k_ptr,
+    q,
+    k,
     q_weight_ptr,
     k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_out_ptr,
-    k_out_ptr,
+    tables,
+    q_out,
+    k_out,
     q_rows,
     k_rows,
     q_programs,
-    q_d1,
-    q_d2,
-    k_d1,
-    k_d2,
-    q0,
-    q1,
-    q2,
-    k0,
-    k1,
-    k2,
-    t0,
-    t1,
-    t2,
-    q_out0,
-    q_out1,
-    q_out2,
-    k_out0,
-    k_out1,
-    k_out2,
+    q_sizes,
+    k_sizes,
     eps,
-    NORMED: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     NORM: tl.constexpr,
-    STYLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
     begin(PDL)
-    OUT: tl.constexpr = q_out_ptr.dtype.element_ty
     if program < q_programs:
-        row = program * ROWS + tl.arange(0, ROWS)[:, None]
-        inside = row < q_rows
-        a, b, rest = rotated(
-            q_ptr,
-            row_offset(row, q_d1, q_d2, q0, q1, q2),
-            inside,
-            q_weight_ptr,
-            cos_ptr,
-            sin_ptr,
-            row_offset(row, q_d1, q_d2, t0, t1, t2),
-            eps,
-            NORMED,
-            OUT,
-            D,
-            HALF,
-            BLOCK,
-            BLOCK_REST,
-            NORM,
-            STYLE,
-        )
-        store_parts(
-            q_out_ptr,
-            row_offset(row, q_d1, q_d2, q_out0, q_out1, q_out2),
-            inside,
-            a,
-            b,
-            rest,
-            1.0,
-            D,
-            HALF,
-            BLOCK,
-            BLOCK_REST,
-            STYLE,
-            "",
-            False,
-        )
-    elif k_ptr is not None:
-        row = (program - q_programs) * ROWS + tl.arange(0, ROWS)[:, None]
-        inside = row < k_rows
-        a, b, rest = rotated(
-            k_ptr,
-            row_offset(row, k_d1, k_d2, k0, k1, k2),
-            inside,
-            k_weight_ptr,
-            cos_ptr,
-            sin_ptr,
-            row_offset(row, k_d1, k_d2, t0, t1, t2),
-            eps,
-            NORMED,
-            OUT,
-            D,
-            HALF,
-            BLOCK,
-            BLOCK_REST,
-            NORM,
-            STYLE,
-        )
-        store_parts(
-            k_out_ptr,
-            row_offset(row, k_d1, k_d2, k_out0, k_out1, k_out2),
-            inside,
-            a,
-            b,
-            rest,
-            1.0,
-            D,
-            HALF,
-            BLOCK,
-            BLOCK_REST,
-            STYLE,
-            "",
-            False,
-        )
+        rotate(q, q_out, program, q_rows, q_sizes, q_weight_ptr, tables, eps, ROWS, PARTS, NORM)
+    elif k is not None:
+        program -= q_programs
+        rotate(k, k_out, program, k_rows, k_sizes, k_weight_ptr, tables, eps, ROWS, PARTS, NORM)
 
 
-def table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
-    """The strides of a table for the rows of x, zero where it is broadcast."""
-    strides = [0] * (x.dim() - table.dim())
+def tables_of(cos: Tensor, sin: Tensor, x: Tensor) -> Tables:
+    """Tables for the rows of x, with strides of zero where they are broadcast."""
+    strides = [0] * (x.dim() - cos.dim())
     strides += [
         0 if size == 1 else step
-        for size, step in zip(table.shape[:-1], table.stride()[:-1], strict=True)
+        for size, step in zip(cos.shape[:-1], cos.stride()[:-1], strict=True)
     ]
     last = strides[-1] if x.dim() > 2 else 0
-    return strides[0] if strides else 0, strides[1] if x.dim() > 3 else 0, last
+    return Tables(cos, sin, strides[0] if strides else 0, strides[1] if x.dim() > 3 else 0, last)
 
 
-def cut_rows(x: Tensor, cos: Tensor, style: str) -> dict[str, int]:
-    """The parts of a row of x, as launch arguments."""
+def head_parts(x: Tensor, cos: Tensor, style: str) -> HeadParts:
+    """The parts of a row of x."""
     half = cos.shape[-1] * columns_per_angle(style) // 2
-    rest = x.shape[-1] - 2 * half
-    return {
-        "D": x.shape[-1],
-        "HALF": half,
-        "BLOCK": triton.next_power_of_2(half),
-        "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
-    }
+    width, rest = x.shape[-1], max(x.shape[-1] - 2 * half, 1)
+    return HeadParts(style, width, half, *map(triton.next_power_of_2, (half, rest)))
 
 
 def launch_arguments(
     x: Tensor, cos: Tensor, style: str, rows_a_program: int
-) -> dict[str, int | bool | str]:
+) -> dict[str, int | bool | HeadParts]:
     """Of kernels whose programs rotate so many rows each."""
     return {
-        "STYLE": style,
+        "PARTS": head_parts(x, cos, style),
         "ROWS": rows_a_program,
         # H200, qk_norm_rope_kv_write of 48 heads of 128, us with a warp per 1 / 2 / 4 rows: 1 token
         # 2.2 / 2.0 / 1.7, 64 tokens 2.4 / 2.2 / 2.0, 1,024 tokens 10.3 / 9.3 / 9.3, 65,536 tokens
         # 517 / 416 / 397.
         "num_warps": rows_a_program // 4,
-        **cut_rows(x, cos, style),
         **overlap(x.device),
     }
 
 
-def empty_rows(x: Tensor, cos: Tensor, style: str, dtype: torch.dtype) -> Tensor:
-    """Empty rows for the rotated x. They are contiguous as in the reference, which concatenates
-    unless full-width tables rotate whole rows.
+def empty_rows(x: Tensor, cos: Tensor, style: str, weight: Tensor | None, norm: str) -> Tensor:
+    """Empty rows for the normalized and rotated x. They are contiguous as in the reference, which
+    concatenates unless full-width tables rotate whole rows.
     """
+    normed = x.dtype if weight is None else normed_dtype(x, weight, norm)
     rotates_all = style in FULL_WIDTH_STYLES and cos.shape[-1] == x.shape[-1]
     return torch.empty_like(
         x,
-        dtype=dtype,
+        dtype=torch.promote_types(normed, cos.dtype),
         memory_format=torch.preserve_format if rotates_all else torch.contiguous_format,
     )
 
@@ -359,37 +295,26 @@ def _launch(
     eps: float,
     norm: str,
     style: str,
-    normed: torch.dtype,
 ) -> list[Tensor]:
     """The rotated q, and the rotated k if there is one."""
-    rotated = [x for x in (q, k) if x is not None]
-    outs = [empty_rows(x, cos, style, torch.promote_types(normed, cos.dtype)) for x in rotated]
+    outs = [empty_rows(x, cos, style, q_weight, norm) for x in (q, k) if x is not None]
     q_rows, k_rows = num_rows(q), 0 if k is None else num_rows(k)
     if q_rows + k_rows:
         rows_a_program = HEAD_ROWS.choose(q.device, q_rows + k_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         k_out = None if k is None else outs[1]
         _rope[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
-            q,
-            k,
+            *map(rows_of, (q, k)),
             q_weight,
             k_weight,
-            cos,
-            sin,
-            outs[0],
-            k_out,
+            tables_of(cos, sin, q),
+            *map(rows_of, (outs[0], k_out)),
             q_rows,
             k_rows,
             q_programs,
-            *inner_sizes(q),
-            *((1, 1) if k is None else inner_sizes(k)),
-            *row_strides(q),
-            *row_strides(k),
-            *table_strides(cos, q),
-            *row_strides(outs[0]),
-            *row_strides(k_out),
+            inner_sizes(q),
+            None if k is None else inner_sizes(k),
             eps,
-            NORMED=TRITON_DTYPE[normed],
             NORM=norm,
             **launch_arguments(q, cos, style, rows_a_program),
         )
@@ -398,7 +323,7 @@ def _launch(
 
 @ops.rope.kernel("triton", refuses=refuse_rope, tuned_for=HEAD_ROWS.archs)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
-    [out] = _launch(x, None, None, None, cos, sin, 0.0, "", style, x.dtype)
+    [out] = _launch(x, None, None, None, cos, sin, 0.0, "", style)
     return out
 
 
@@ -441,6 +366,5 @@ def qk_norm_rope(
     norm_style: str = "after",
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    normed = normed_dtype(q, q_weight, norm_style)
-    q, k = _launch(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style, normed)
+    q, k = _launch(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
     return q, k
