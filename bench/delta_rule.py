@@ -17,7 +17,7 @@ from torch import Tensor
 from atomc.kernels.triton.launch.tile_table import Launch, RowTile
 from atomc.kernels.triton.launch.tiles import DELTA_DECODE, NORM_GATED
 from atomc.kernels.triton.recurrent import conv, conv_delta_rule, delta_rule
-from atomc.kernels.triton.recurrent.delta_chunks import Rows, launch_chunks
+from atomc.kernels.triton.recurrent.delta_chunks import DeltaRows, launch_chunks
 from atomc.kernels.triton.rows import norm_gated
 
 EXAMPLES = """examples:
@@ -83,7 +83,7 @@ class Inputs:
         if tile is None:
             delta_rule.gated_delta_rule_update(*self.rows, state, *self.step, scale=scale)
             return
-        rows = Rows(*self.rows, state, *self.step, scale)
+        rows = DeltaRows(*self.rows, state, *self.step, scale)
         launch = delta_rule.launch_steps if decode else launch_chunks
         launch(rows, torch.empty_like(rows.v), 0, tile)
 

@@ -116,6 +116,18 @@ def rows_of(x: Tensor | None) -> Rows | None:
     return None if x is None else Rows(x, *row_strides(x))
 
 
+class Indexed(NamedTuple):
+    """A tensor as one argument of a kernel that indexes it: its memory and first two strides."""
+
+    ptr: Tensor
+    s0: int
+    s1: int
+
+
+def indexed(x: Tensor | None) -> Indexed | None:
+    return None if x is None else Indexed(x, *x.stride()[:2])
+
+
 @functools.cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel that calls `wait_for_last`: on Hopper and later it may start
@@ -174,6 +186,12 @@ def row_offset(row, d1, d2, s0, s1, s2):
 def at(tensor, row, sizes):
     """Pointers to the first elements of Rows, given by number as an int32 tensor; sizes: d1, d2."""
     return tensor.ptr + row_offset(row, sizes[0], sizes[1], tensor.s0, tensor.s1, tensor.s2)
+
+
+@triton.jit
+def item(x, i, j):
+    """Pointers to x[i, j] of an Indexed x; i in int64."""
+    return x.ptr + i * x.s0 + j * x.s1
 
 
 @triton.jit

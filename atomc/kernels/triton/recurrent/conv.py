@@ -17,7 +17,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import first_refusal, strided, unknown
 from atomc.kernels.triton.attention.sequences import tokens_of
-from atomc.kernels.triton.launch.launch import begin, overlap, unfit
+from atomc.kernels.triton.launch.launch import begin, indexed, overlap, unfit
 from atomc.kernels.triton.launch.tiles import CONV
 from atomc.ops.conv import ACTIVATIONS
 from atomc.ops.op import Refusal
@@ -26,26 +26,20 @@ from atomc.platform import Platform
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
 def _convolve(
-    x_ptr,
-    weight_ptr,
+    x,
+    weight,
     bias_ptr,
-    state_ptr,
+    state,
     out_ptr,
     query_start,
     seq_lens,
     state_slots,
     num_rows,
     num_sequences,
-    x_row,
-    w_channel,
-    w_tap,
-    state_slot,
-    state_row,
     C: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
     BY_SEQUENCE: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
@@ -59,11 +53,11 @@ def _convolve(
     real = s < num_sequences
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (channel < C)[None, :]
-    x_ptr += start.to(tl.int64) * x_row + channel[None, :]
+    x_at = x.ptr + (start.to(tl.int64) * x.s0 + channel[None, :])
     remembers = real & (length > num_new)
-    if state_ptr is not None:
+    if state is not None:
         slot = tl.load(state_slots + s, mask=real, other=0).to(tl.int64)
-        state_ptr += slot * state_slot + channel[None, :]
+        state_at = state.ptr + (slot * state.s0 + channel[None, :])
     total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
@@ -73,13 +67,14 @@ def _convolve(
         total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
         for tap in tl.static_range(TAPS):
             at = token - (TAPS - 1 - tap)
-            x = tl.load(x_ptr + at.to(tl.int64) * x_row, there & (at >= 0), 0.0).to(tl.float32)
-            if state_ptr is not None:  # noqa: SIM102  only one of them is known to the compiler
+            value = tl.load(x_at + at.to(tl.int64) * x.s0, there & (at >= 0), 0.0).to(tl.float32)
+            if state is not None:  # noqa: SIM102  only one of them is known to the compiler
                 if first < TAPS - 1:
                     kept = there & (at < 0) & remembers
-                    x += tl.load(state_ptr + (TAPS - 1 + at) * state_row, kept, 0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + channel * w_channel + tap * w_tap, channel < C, 0.0)
-            total += x * weight.to(tl.float32)[None, :]
+                    old = tl.load(state_at + (TAPS - 1 + at) * state.s1, kept, 0.0)
+                    value += old.to(tl.float32)
+            factor = tl.load(weight.ptr + channel * weight.s0 + tap * weight.s1, channel < C, 0.0)
+            total += value * factor.to(tl.float32)[None, :]
         if bias_ptr is not None:
             total += bias[None, :]
         if SILU:
@@ -88,17 +83,17 @@ def _convolve(
         out_at = out_ptr + (start + token).to(tl.int64) * C + channel[None, :]
         tl.store(out_at, total.to(out_ptr.dtype.element_ty), there)
 
-    if state_ptr is not None:  # noqa: SIM102  only one of them is known to the compiler
+    if state is not None:  # noqa: SIM102  only one of them is known to the compiler
         if (first_tile == 0) & real & (num_new > 0):
-            row = tl.arange(0, BLOCK_TAPS)[:, None]
+            row = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
             moved = (row < TAPS - 1) & inside
             at = num_new - (TAPS - 1) + row
-            new = tl.load(x_ptr + at.to(tl.int64) * x_row, moved & (at >= 0), 0.0).to(tl.float32)
+            new = tl.load(x_at + at.to(tl.int64) * x.s0, moved & (at >= 0), 0.0).to(tl.float32)
             kept = moved & (at < 0) & remembers
-            new += tl.load(state_ptr + (TAPS - 1 + at) * state_row, kept, 0.0).to(tl.float32)
+            new += tl.load(state_at + (TAPS - 1 + at) * state.s1, kept, 0.0).to(tl.float32)
             # All threads have read the old inputs.
             tl.debug_barrier()
-            tl.store(state_ptr + row * state_row, new.to(state_ptr.dtype.element_ty), moved)
+            tl.store(state_at + row * state.s1, new.to(state.ptr.dtype.element_ty), moved)
 
 
 def refuse_causal_conv1d(
@@ -197,24 +192,19 @@ def _launch(
     tiles = num_sequences + 1 + (0 if by_sequence else num_rows // block_t)
     if num_rows:
         _convolve[(tiles, triton.cdiv(channels, tile["BLOCK_C"]))](
-            rows,
-            weight,
+            *map(indexed, (rows, weight)),
             bias,
-            state,
+            indexed(state),
             out,
             query_start,
             seq_lens,
             state_slots,
             num_rows,
             num_sequences,
-            rows.stride(0),
-            *weight.stride(),
-            *((0, 0) if state is None else state.stride()[:2]),
             C=channels,
             TAPS=taps,
             BLOCK_C=tile["BLOCK_C"],
             BLOCK_T=block_t,
-            BLOCK_TAPS=triton.next_power_of_2(taps),
             BY_SEQUENCE=by_sequence,
             SILU=activation == "silu",
             num_warps=tile["num_warps"],

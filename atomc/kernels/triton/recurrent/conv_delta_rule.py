@@ -9,6 +9,8 @@ the values belong to one program, which replaces their inputs itself.
 T rows, C channels, H key heads, N value heads, K key width, V value width, S sequences.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,11 +18,11 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, too_wide
-from atomc.kernels.triton.launch.launch import begin, dot_size, overlap
+from atomc.kernels.triton.launch.launch import Indexed, begin, dot_size, indexed, item, overlap
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import DELTA_DECODE
 from atomc.kernels.triton.recurrent.conv import causal_conv1d_update, refuse_causal_conv1d_update
-from atomc.kernels.triton.recurrent.delta_chunks import MAX_WIDTH
+from atomc.kernels.triton.recurrent.delta_chunks import EPS, MAX_WIDTH
 from atomc.kernels.triton.recurrent.delta_gates import (
     decay_of,
     delta_gates,
@@ -32,7 +34,6 @@ from atomc.kernels.triton.recurrent.delta_rule import (
     refuse_recurrent_state,
 )
 from atomc.ops.conv_delta_rule import split_channels
-from atomc.ops.delta_rule import L2_EPS
 from atomc.ops.op import Refusal, Shared
 
 # Of all sequences. H200, us, in one / one by one without the gates, 32 heads of 128: 1 sequence 5.4
@@ -40,18 +41,22 @@ from atomc.ops.op import Refusal, Shared
 MOST_HEADS = 256
 
 
+class Conv(NamedTuple):
+    """The convolution as one argument of a kernel, with its state [slots, taps - 1, C]."""
+
+    weight: Indexed | None
+    bias: Tensor | None
+    state: Indexed | None
+
+
 @triton.jit
 def _convolved(
+    conv,
     x_at,
-    weight_ptr,
-    bias_ptr,
     state_at,
     channel,
     inside,
     remembers,
-    w_channel,
-    w_tap,
-    state_row,
     TAPS: tl.constexpr,
     SILU: tl.constexpr,
 ):
@@ -61,35 +66,26 @@ def _convolved(
     x = tl.load(x_at + channel, inside, 0.0)
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(TAPS - 1):
-        earlier = tl.load(state_at + tap * state_row + channel, inside & remembers, 0.0)
-        weight = tl.load(weight_ptr + channel * w_channel + tap * w_tap, inside, 0.0)
+        earlier = tl.load(state_at + tap * conv.state.s1 + channel, inside & remembers, 0.0)
+        weight = tl.load(item(conv.weight, channel, tap), inside, 0.0)
         total += earlier.to(tl.float32) * weight.to(tl.float32)
-    weight = tl.load(weight_ptr + channel * w_channel + (TAPS - 1) * w_tap, inside, 0.0)
+    weight = tl.load(item(conv.weight, channel, TAPS - 1), inside, 0.0)
     total += x.to(tl.float32) * weight.to(tl.float32)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + channel, inside, 0.0).to(tl.float32)
+    if conv.bias is not None:
+        total += tl.load(conv.bias + channel, inside, 0.0).to(tl.float32)
     if SILU:
         total *= tl.sigmoid(total)
     return total.to(x.dtype).to(tl.float32)
 
 
 @triton.jit
-def _replace_inputs(
-    x_at,
-    state_at,
-    channel,
-    inside,
-    remembers,
-    state_row,
-    TAPS: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
-):
+def _replace_inputs(conv, x_at, state_at, channel, inside, remembers, TAPS: tl.constexpr):
     """Move the inputs of these channels by one row, the last of which is that of x. No other
     program reads them any more.
     """
-    row = tl.arange(0, BLOCK_TAPS)[:, None]
-    at, inside = state_at + row * state_row + channel[None, :], inside[None, :]
-    kept = tl.load(at + state_row, inside & remembers & (row < TAPS - 2), 0.0)
+    row, step = tl.arange(0, triton.next_power_of_2(TAPS - 1))[:, None], conv.state.s1
+    at, inside = state_at + row * step + channel[None, :], inside[None, :]
+    kept = tl.load(at + step, inside & remembers & (row < TAPS - 2), 0.0)
     x = tl.load(x_at + channel[None, :] + row * 0, inside & (row == TAPS - 2), 0.0)
     new = tl.where(row < TAPS - 2, kept, x.to(kept.dtype))
     # All threads have read the old inputs.
@@ -99,28 +95,18 @@ def _replace_inputs(
 
 @triton.jit
 def _decode(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    conv_state_ptr,
-    a_ptr,
-    b_ptr,
+    x,
+    conv,
+    a,
+    b,
     A_log_ptr,
     dt_bias_ptr,
-    state_ptr,
+    state,
     out_ptr,
     query_start,
     seq_lens,
     state_slots,
     arrived_ptr,
-    x_row,
-    w_channel,
-    w_tap,
-    conv_slot,
-    conv_row,
-    a_row,
-    b_row,
-    state_slot,
     scale,
     N: tl.constexpr,
     GROUP: tl.constexpr,
@@ -131,8 +117,6 @@ def _decode(
     RATE_SCALE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
-    EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Row s is the new token of sequence s, or both are padding."""
@@ -151,54 +135,40 @@ def _decode(
         key = tl.arange(0, BLOCK_K)
         inside = (key < K)[:, None] & (column < V)[None, :]
         state_at = key[:, None] * V + column[None, :]
-        state_at = state_ptr + slot * state_slot + head * (K * V) + state_at
-        state = tl.load(state_at, inside & remembers, 0.0)
+        state_at = state.ptr + slot * state.s0 + head * (K * V) + state_at
+        old = tl.load(state_at, inside & remembers, 0.0)
 
         row = start.to(tl.int64)
-        x_at = x_ptr + row * x_row
-        conv_at = conv_state_ptr + slot * conv_slot
+        x_at = x.ptr + row * x.s0
+        conv_at = conv.state.ptr + slot * conv.state.s0
         q_channel = key_head * K + key
         k_channel = (N // GROUP + key_head) * K + key
         v_channel = 2 * (N // GROUP) * K + head * V + column
-        q = _convolved(
-            x_at, weight_ptr, bias_ptr, conv_at, q_channel, key < K, remembers,
-            w_channel, w_tap, conv_row, TAPS, SILU,
-        )  # fmt: skip
-        k = _convolved(
-            x_at, weight_ptr, bias_ptr, conv_at, k_channel, key < K, remembers,
-            w_channel, w_tap, conv_row, TAPS, SILU,
-        )  # fmt: skip
-        v = _convolved(
-            x_at, weight_ptr, bias_ptr, conv_at, v_channel, column < V, remembers,
-            w_channel, w_tap, conv_row, TAPS, SILU,
-        )  # fmt: skip
+        q = _convolved(conv, x_at, conv_at, q_channel, key < K, remembers, TAPS, SILU)
+        k = _convolved(conv, x_at, conv_at, k_channel, key < K, remembers, TAPS, SILU)
+        v = _convolved(conv, x_at, conv_at, v_channel, column < V, remembers, TAPS, SILU)
         # All threads have read the inputs; then the program says so.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrived_ptr + s * (N // GROUP) + key_head, 1, sem="acq_rel")
 
-        a = tl.load(a_ptr + row * a_row + head).to(tl.float32)
         A_log = tl.load(A_log_ptr + head).to(tl.float32)
         dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-        decay = tl.exp(decay_of(a, A_log, dt_bias))
-        beta = rate_of(tl.load(b_ptr + row * b_row + head), RATE_SCALE)
+        decay = decay_of(tl.load(item(a, row, head)).to(tl.float32), A_log, dt_bias)
+        beta = rate_of(tl.load(item(b, row, head)), RATE_SCALE)
         k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
         q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
-        state *= decay
+        new = old * tl.exp(decay)
         # Both sums read the same state: the second adds what this token stores.
-        delta = beta * (v - tl.sum(k[:, None] * state, 0))
-        out = tl.sum(q[:, None] * state, 0) + tl.sum(q * k, 0) * delta
-        state += k[:, None] * delta[None, :]
+        delta = beta * (v - tl.sum(k[:, None] * new, 0))
+        out = tl.sum(q[:, None] * new, 0) + tl.sum(q * k, 0) * delta
+        new += k[:, None] * delta[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), column < V)
-        tl.store(state_at, state, inside)
+        tl.store(state_at, new, inside)
 
-        _replace_inputs(x_at, conv_at, v_channel, column < V, remembers, conv_row, TAPS, BLOCK_TAPS)
+        _replace_inputs(conv, x_at, conv_at, v_channel, column < V, remembers, TAPS)
         if arrived == GROUP * tl.num_programs(0) - 1:
-            _replace_inputs(
-                x_at, conv_at, q_channel, key < K, remembers, conv_row, TAPS, BLOCK_TAPS
-            )
-            _replace_inputs(
-                x_at, conv_at, k_channel, key < K, remembers, conv_row, TAPS, BLOCK_TAPS
-            )
+            _replace_inputs(conv, x_at, conv_at, q_channel, key < K, remembers, TAPS)
+            _replace_inputs(conv, x_at, conv_at, k_channel, key < K, remembers, TAPS)
             # For the next layer.
             tl.store(arrived_ptr + s * (N // GROUP) + key_head, 0)
 
@@ -306,26 +276,17 @@ def launch_decode(
     heads, key_width, width = recurrent_state.shape[1:]
     block = min(tile["BLOCK_V"], triton.next_power_of_2(width))
     _decode[(triton.cdiv(width, block), heads, len(x))](
-        x,
-        weight,
-        bias,
-        conv_state,
-        a,
-        b,
+        indexed(x),
+        Conv(indexed(weight), bias, indexed(conv_state)),
+        *map(indexed, (a, b)),
         A_log,
         dt_bias,
-        recurrent_state,
+        indexed(recurrent_state),
         out,
         query_start,
         seq_lens,
         state_slots,
         arrived,
-        x.stride(0),
-        *weight.stride(),
-        *conv_state.stride()[:2],
-        a.stride(0),
-        b.stride(0),
-        recurrent_state.stride(0),
         scale,
         N=heads,
         GROUP=heads // arrived.shape[1],
@@ -336,8 +297,6 @@ def launch_decode(
         RATE_SCALE=rate_scale,
         BLOCK_K=dot_size(key_width),
         BLOCK_V=block,
-        BLOCK_TAPS=triton.next_power_of_2(weight.shape[1] - 1),
-        EPS=L2_EPS,
         num_warps=tile["num_warps"],
         **overlap(x.device),
     )

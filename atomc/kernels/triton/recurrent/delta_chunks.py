@@ -20,16 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.kernels.triton.attention.sequences import tokens_of
-from atomc.kernels.triton.launch.launch import begin, dot_size, overlap
+from atomc.kernels.triton.launch.launch import begin, dot_size, indexed, item, overlap
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.ops.delta_rule import L2_EPS
 
 CHUNK, MAX_WIDTH = 64, 256
 # Of 16 columns Triton 3.6 makes reads of shared memory outside of it, for sm90.
 LEAST_COLUMNS = 32
+EPS = tl.constexpr(L2_EPS)
 
 
-class Rows(NamedTuple):
+class DeltaRows(NamedTuple):
     """The arguments of a call; state and state_slots None: all sequences begin, and nothing is
     kept.
     """
@@ -45,18 +46,15 @@ class Rows(NamedTuple):
     state_slots: Tensor | None
     scale: float
 
-    def flat(self) -> "Rows":
+    def flat(self) -> "DeltaRows":
         """With T rows instead of a batch."""
         q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (self.q, self.k, self.v))
         g, beta = (x.reshape(-1, x.shape[-1]) for x in (self.g, self.beta))
         return self._replace(q=q, k=k, v=v, g=g, beta=beta)
 
-    def strides(self) -> tuple[int, ...]:
-        """Of rows and heads, and of a slot."""
-        of_heads = [x.stride()[:2] for x in (self.q, self.k, self.v)]
-        slot = 0 if self.state is None else self.state.stride(0)
-        scalars = self.g.stride(0), self.beta.stride(0)
-        return (*(stride for pair in of_heads for stride in pair), *scalars, slot)
+    def indexed(self) -> "DeltaRows":
+        """As one argument of a kernel, which indexes rows and heads, and slots."""
+        return DeltaRows._make((*map(indexed, self[:6]), *self[6:]))
 
     def sizes(self) -> dict[str, int]:
         heads, width = self.v.shape[-2:]
@@ -70,24 +68,33 @@ class Rows(NamedTuple):
         }
 
 
+class Systems(NamedTuple):
+    """What `_systems` computes: inverse and weights [planes, T, N, C], factors [T, N, 4]. plane:
+    their stride.
+    """
+
+    inverse: Tensor
+    weights: Tensor
+    factors: Tensor
+    plane: int
+
+
 @triton.jit
-def _normed_rows(
-    x_ptr, row, valid, x_row, K: tl.constexpr, BLOCK_K: tl.constexpr, EPS: tl.constexpr
-):
+def _normed_rows(x, row, head, valid, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rows [C, BLOCK_K] as they are in memory, and the factors [C] that normalize them."""
     column = tl.arange(0, BLOCK_K)
-    at = x_ptr + row.to(tl.int64)[:, None] * x_row + column[None, :]
+    at = item(x, 0, head) + row.to(tl.int64)[:, None] * x.s0 + column[None, :]
     x = tl.load(at, valid[:, None] & (column < K)[None, :], 0.0)
     wide = x.to(tl.float32)
     return x, tl.rsqrt(tl.sum(wide * wide, 1) + EPS)
 
 
 @triton.jit
-def _decays(g_ptr, row, valid, g_row):
+def _decays(g, row, head, valid):
     """The sums of g [C] since the chunk began, as exact multiples of 1/16 and what is left: a
     difference of both is small without a loss where the sums are large.
     """
-    g = tl.load(g_ptr + row.to(tl.int64) * g_row, valid, 0.0).to(tl.float32)
+    g = tl.load(item(g, 0, head) + row.to(tl.int64) * g.s0, valid, 0.0).to(tl.float32)
     g = tl.maximum(g, -1000.0)  # as good as -inf
     coarse = tl.floor(g * 16.0) / 16.0
     return tl.cumsum(coarse, 0), tl.cumsum(g - coarse, 0)
@@ -153,34 +160,17 @@ def _store(at, x, valid, plane, TERMS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
 def _systems(
-    q_ptr,
-    k_ptr,
-    g_ptr,
-    beta_ptr,
+    rows,
     out_ptr,
-    inverse_ptr,
-    weights_ptr,
-    factors_ptr,
-    query_start,
-    seq_lens,
+    systems,
     num_rows,
     num_sequences,
-    plane,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    g_row,
-    beta_row,
-    scale,
     N: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     MOST: tl.constexpr,
-    EPS: tl.constexpr,
     TERMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -195,22 +185,23 @@ def _systems(
     C: tl.constexpr = 64
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    s, start, end, _, first, _ = tokens_of(tile, query_start, seq_lens, num_rows, num_sequences, C)
+    s, start, end, _, first, _ = tokens_of(
+        tile, rows.query_start, rows.seq_lens, num_rows, num_sequences, C
+    )
     each = tl.arange(0, C)
     row = start + first + each
     valid = row < end
     if s >= num_sequences:
-        column = tl.arange(0, BLOCK_V)
+        column = tl.arange(0, triton.next_power_of_2(V))
         at = out_ptr + (row.to(tl.int64)[:, None] * N + head) * V + column[None, :]
-        zeros = tl.zeros([C, BLOCK_V], out_ptr.dtype.element_ty)
+        zeros = tl.zeros(at.shape, out_ptr.dtype.element_ty)
         tl.store(at, zeros, valid[:, None] & (column < V)[None, :])
     elif (end - start > MOST) & (start + first < end):
         key_head = head // GROUP
-        k, k_norm = _normed_rows(k_ptr + key_head * k_head, row, valid, k_row, K, BLOCK_K, EPS)
-        q, q_norm = _normed_rows(q_ptr + key_head * q_head, row, valid, q_row, K, BLOCK_K, EPS)
-        beta_at = beta_ptr + row.to(tl.int64) * beta_row + head
-        beta = tl.load(beta_at, valid, 0.0).to(tl.float32)
-        coarse, fine = _decays(g_ptr + head, row, valid, g_row)
+        k, k_norm = _normed_rows(rows.k, row, key_head, valid, K, BLOCK_K)
+        q, q_norm = _normed_rows(rows.q, row, key_head, valid, K, BLOCK_K)
+        beta = tl.load(item(rows.beta, row.to(tl.int64), head), valid, 0.0).to(tl.float32)
+        coarse, fine = _decays(rows.g, row, head, valid)
         earlier = each[:, None] > each[None, :]
         since = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
         same = each[:, None] == each[None, :]
@@ -220,17 +211,18 @@ def _systems(
         products *= k_norm[:, None] * k_norm[None, :] * beta[:, None]
         inverse = _inverse(tl.where(earlier, products * between, 0.0), TERMS)
         weights = tl.dot(q, turned, input_precision="ieee") * between
-        weights *= (q_norm * scale)[:, None] * k_norm[None, :]
+        weights *= (q_norm * rows.scale)[:, None] * k_norm[None, :]
         into = (row.to(tl.int64)[:, None] * N + head) * C + each[None, :]
-        _store(inverse_ptr + into, inverse * beta[None, :], valid[:, None], plane, TERMS)
-        _store(weights_ptr + into, weights, valid[:, None], plane, TERMS)
+        there, plane = valid[:, None], systems.plane
+        _store(systems.inverse + into, inverse * beta[None, :], there, plane, TERMS)
+        _store(systems.weights + into, weights, there, plane, TERMS)
         is_last = each == C - 1
         last_coarse = tl.sum(tl.where(is_last, coarse, 0.0), 0)
         last_fine = tl.sum(tl.where(is_last, fine, 0.0), 0)
         decay = tl.exp(coarse + fine)
-        of_token = factors_ptr + (row.to(tl.int64) * N + head) * 4
+        of_token = systems.factors + (row.to(tl.int64) * N + head) * 4
         tl.store(of_token, decay * k_norm, valid)
-        tl.store(of_token + 1, decay * q_norm * scale, valid)
+        tl.store(of_token + 1, decay * q_norm * rows.scale, valid)
         to_last = tl.exp((last_coarse - coarse) + (last_fine - fine))
         tl.store(of_token + 2, k_norm * to_last, valid)
         tl.store(of_token + 3, tl.exp(last_coarse + last_fine) + tl.zeros_like(decay), valid)
@@ -238,25 +230,9 @@ def _systems(
 
 @triton.jit
 def _walk(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    state_ptr,
+    rows,
     out_ptr,
-    inverse_ptr,
-    weights_ptr,
-    factors_ptr,
-    query_start,
-    seq_lens,
-    state_slots,
-    plane,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    state_slot,
+    systems,
     N: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
@@ -273,44 +249,45 @@ def _walk(
     MATRIX_TERMS: tl.constexpr = 1 if TERMS == 1 else 3
     head = tl.program_id(1)
     s = tl.program_id(2)
-    start = tl.load(query_start + s)
-    end = tl.load(query_start + s + 1)
+    start = tl.load(rows.query_start + s)
+    end = tl.load(rows.query_start + s + 1)
     if end - start > MOST:
         key = tl.arange(0, BLOCK_K)
         column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
         inside = (key < K)[:, None] & (column < V)[None, :]
         state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         state_at = key[:, None] * V + column[None, :]
-        if state_ptr is not None:
-            length = tl.load(seq_lens + s)
-            slot = tl.load(state_slots + s).to(tl.int64)
-            state_at = state_ptr + slot * state_slot + head * (K * V) + state_at
+        if rows.state is not None:
+            length = tl.load(rows.seq_lens + s)
+            slot = tl.load(rows.state_slots + s).to(tl.int64)
+            state_at = rows.state.ptr + slot * rows.state.s0 + head * (K * V) + state_at
             state = tl.load(state_at, inside & (length > end - start), 0.0)
         each = tl.arange(0, C)
-        k_at = k_ptr + head // GROUP * k_head + key[None, :]
-        q_at = q_ptr + head // GROUP * q_head + key[None, :]
-        passes_at = factors_ptr + (start.to(tl.int64) * N + head) * 4 + 3
+        k_at = item(rows.k, 0, head // GROUP) + key[None, :]
+        q_at = item(rows.q, 0, head // GROUP) + key[None, :]
+        passes_at = systems.factors + (start.to(tl.int64) * N + head) * 4 + 3
         none = tl.zeros([C, BLOCK_V], tl.float32)
         for first in range(start, end, C):
             row = first + each
             valid = row < end
             at = row.to(tl.int64)
             there = valid[:, None] & (key < K)[None, :]
-            k = tl.load(k_at + at[:, None] * k_row, there, 0.0)
-            q = tl.load(q_at + at[:, None] * q_row, there, 0.0)
+            k = tl.load(k_at + at[:, None] * rows.k.s0, there, 0.0)
+            q = tl.load(q_at + at[:, None] * rows.q.s0, there, 0.0)
             there = valid[:, None] & (column < V)[None, :]
-            v = tl.load(v_ptr + at[:, None] * v_row + head * v_head + column[None, :], there, 0.0)
+            v = tl.load(item(rows.v, at[:, None], head) + column[None, :], there, 0.0)
             square = (at[:, None] * N + head) * C + each[None, :]
-            inverse = tl.load(inverse_ptr + square, valid[:, None], 0.0)
-            weights = tl.load(weights_ptr + square, valid[:, None], 0.0)
+            inverse = tl.load(systems.inverse + square, valid[:, None], 0.0)
+            weights = tl.load(systems.weights + square, valid[:, None], 0.0)
             inverse_low, weights_low, k_low, q_low = inverse, weights, k, q
             if TERMS > 1:
-                inverse_low = tl.load(inverse_ptr + plane + square, valid[:, None], 0.0)
-                weights_low = tl.load(weights_ptr + plane + square, valid[:, None], 0.0)
+                plane = systems.plane
+                inverse_low = tl.load(systems.inverse + plane + square, valid[:, None], 0.0)
+                weights_low = tl.load(systems.weights + plane + square, valid[:, None], 0.0)
             if TERMS == 3:
                 k, k_low = _bf16_terms(k)
                 q, q_low = _bf16_terms(q)
-            of_token = factors_ptr + (at * N + head) * 4
+            of_token = systems.factors + (at * N + head) * 4
             knows = tl.load(of_token, valid, 0.0)
             reads = tl.load(of_token + 1, valid, 0.0)
             stores = tl.load(of_token + 2, valid, 0.0)
@@ -326,77 +303,47 @@ def _walk(
             state = _product(tl.trans(k), tl.trans(k_low), stored, state * passes, TERMS)
             out_at = out_ptr + (at[:, None] * N + head) * V + column[None, :]
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), there)
-        if state_ptr is not None:
+        if rows.state is not None:
             tl.store(state_at, state, inside)
 
 
-def _launch_systems(
-    rows: Rows, out: Tensor, most: int, terms: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse and the weights of each chunk, with row t of its matrices, and the factors of its
-    rows. Zeros `out` for rows of no sequence.
-    """
-    num_rows, heads, width = rows.v.shape
+def _launch_systems(rows: DeltaRows, out: Tensor, most: int, terms: int) -> Systems:
+    """The systems of each chunk, with row t of its matrices. Zeros rows of no sequence in `out`."""
+    num_rows, heads, _ = out.shape
     num_sequences = rows.seq_lens.shape[0]
     tiles = num_rows // CHUNK + num_sequences + 1
     shape = (1, num_rows, heads, CHUNK) if terms == 1 else (2, num_rows, heads, CHUNK)
     stored = torch.float32 if terms == 1 else torch.bfloat16
     inverse, weights = (out.new_empty(shape, dtype=stored) for _ in range(2))
     factors = out.new_empty((num_rows, heads, 4), dtype=torch.float32)
-    *of_q_and_k, _, _, g_row, beta_row, _ = rows.strides()
+    systems = Systems(inverse, weights, factors, inverse.stride(0))
     _systems[(tiles, heads)](
-        rows.q,
-        rows.k,
-        rows.g,
-        rows.beta,
+        rows.indexed(),
         out,
-        inverse,
-        weights,
-        factors,
-        rows.query_start,
-        rows.seq_lens,
+        systems,
         num_rows,
         num_sequences,
-        inverse.stride(0),
-        *of_q_and_k,
-        g_row,
-        beta_row,
-        rows.scale,
         **rows.sizes(),
-        BLOCK_V=triton.next_power_of_2(width),
         MOST=most,
-        EPS=L2_EPS,
         TERMS=terms,
         num_warps=4,
         **overlap(out.device),
     )
-    return inverse, weights, factors
+    return systems
 
 
-def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
+def launch_chunks(rows: DeltaRows, out: Tensor, most: int, tile: Launch) -> None:
     """Fill `out` and replace the states of sequences with more than `most` new tokens; zeros for
     rows of no sequence. rows: flat
     """
     _, heads, width = rows.v.shape
     terms = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[rows.k.dtype]
-    inverse, weights, factors = _launch_systems(rows, out, most, terms)
-    *of_heads, _, _, slot = rows.strides()
+    systems = _launch_systems(rows, out, most, terms)
     block = max(LEAST_COLUMNS, min(tile["BLOCK_V"], triton.next_power_of_2(width)))
     _walk[(triton.cdiv(width, block), heads, rows.seq_lens.shape[0])](
-        rows.q,
-        rows.k,
-        rows.v,
-        rows.state,
+        rows.indexed(),
         out,
-        inverse,
-        weights,
-        factors,
-        rows.query_start,
-        rows.seq_lens,
-        rows.state_slots,
-        inverse.stride(0),
-        *of_heads,
-        slot,
+        systems,
         **rows.sizes(),
         BLOCK_V=block,
         MOST=most,

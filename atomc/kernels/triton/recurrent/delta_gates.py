@@ -8,7 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal, spell_shape
 from atomc.kernels.checks import unlike_shapes
-from atomc.kernels.triton.launch.launch import begin, overlap, unfit
+from atomc.kernels.triton.launch.launch import begin, indexed, item, overlap, unfit
 from atomc.kernels.triton.rows.activation import softplus
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -33,15 +33,13 @@ def rate_of(b, RATE_SCALE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numel"])
 def _delta_gates(
-    a_ptr,
-    b_ptr,
+    a,
+    b,
     A_log_ptr,
     dt_bias_ptr,
     g_ptr,
     beta_ptr,
     numel,
-    a_row,
-    b_row,
     N: tl.constexpr,
     RATE_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -51,8 +49,8 @@ def _delta_gates(
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < numel
     row, head = (offset // N).to(tl.int64), offset % N
-    a = tl.load(a_ptr + row * a_row + head, inside, 0.0).to(tl.float32)
-    b = tl.load(b_ptr + row * b_row + head, inside, 0.0)
+    a = tl.load(item(a, row, head), inside, 0.0).to(tl.float32)
+    b = tl.load(item(b, row, head), inside, 0.0)
     A_log = tl.load(A_log_ptr + head, inside, 0.0).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head, inside, 0.0).to(tl.float32)
     tl.store(g_ptr + offset, decay_of(a, A_log, dt_bias), inside)
@@ -87,17 +85,13 @@ def delta_gates(
     g = a.new_empty(a.shape, dtype=torch.float32)
     beta = b.new_empty(b.shape)
     if numel := a.numel():
-        a, b = (x.reshape(-1, heads) for x in (a, b))
         _delta_gates[(triton.cdiv(numel, BLOCK),)](
-            a,
-            b,
+            *(indexed(x.reshape(-1, heads)) for x in (a, b)),
             A_log,
             dt_bias,
             g,
             beta,
             numel,
-            a.stride(0),
-            b.stride(0),
             N=heads,
             RATE_SCALE=rate_scale,
             BLOCK=BLOCK,

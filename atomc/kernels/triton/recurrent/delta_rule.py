@@ -16,12 +16,11 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import first_refusal, strided, too_wide
-from atomc.kernels.triton.launch.launch import begin, overlap, unfit
+from atomc.kernels.triton.launch.launch import begin, item, overlap, unfit
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import DELTA_CHUNKS, DELTA_STEP
 from atomc.kernels.triton.recurrent.conv import equal_sequences, refuse_step
-from atomc.kernels.triton.recurrent.delta_chunks import MAX_WIDTH, Rows, launch_chunks
-from atomc.ops.delta_rule import L2_EPS
+from atomc.kernels.triton.recurrent.delta_chunks import EPS, MAX_WIDTH, DeltaRows, launch_chunks
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -31,28 +30,10 @@ STEPS = 8
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
 def _steps(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    g_ptr,
-    beta_ptr,
-    state_ptr,
+    rows,
     out_ptr,
-    query_start,
-    seq_lens,
-    state_slots,
     num_rows,
     num_sequences,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    g_row,
-    beta_row,
-    state_slot,
-    scale,
     N: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
@@ -60,7 +41,6 @@ def _steps(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     MOST: tl.constexpr,
-    EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All new tokens of a sequence, if there are at most MOST; 0: of any sequence, and zeros for
@@ -71,8 +51,8 @@ def _steps(
     head = tl.program_id(1)
     s = tl.program_id(2)
     real = s < num_sequences
-    start = tl.load(query_start + s)
-    end = tl.load(query_start + s + 1, mask=real, other=num_rows)
+    start = tl.load(rows.query_start + s)
+    end = tl.load(rows.query_start + s + 1, mask=real, other=num_rows)
     num_new = end - start
     if MOST > 0:
         num_new = tl.where(num_new <= MOST, num_new, 0)
@@ -82,21 +62,21 @@ def _steps(
         inside = (key < K)[:, None] & (column < V)[None, :]
         state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         state_at = key[:, None] * V + column[None, :]
-        if state_ptr is not None:
-            length = tl.load(seq_lens + s, mask=real, other=0)
-            slot = tl.load(state_slots + s, mask=real, other=0).to(tl.int64)
-            state_at = state_ptr + slot * state_slot + head * (K * V) + state_at
+        if rows.state is not None:
+            length = tl.load(rows.seq_lens + s, mask=real, other=0)
+            slot = tl.load(rows.state_slots + s, mask=real, other=0).to(tl.int64)
+            state_at = rows.state.ptr + slot * rows.state.s0 + head * (K * V) + state_at
             state = tl.load(state_at, inside & real & (length > num_new), 0.0)
         for token in range(num_new):
             row = (start + token).to(tl.int64)
-            k = tl.load(k_ptr + row * k_row + head // GROUP * k_head + key, key < K, 0.0)
-            q = tl.load(q_ptr + row * q_row + head // GROUP * q_head + key, key < K, 0.0)
-            v = tl.load(v_ptr + row * v_row + head * v_head + column, column < V, 0.0)
-            decay = tl.exp(tl.load(g_ptr + row * g_row + head).to(tl.float32))
-            beta = tl.load(beta_ptr + row * beta_row + head).to(tl.float32)
+            k = tl.load(item(rows.k, row, head // GROUP) + key, key < K, 0.0)
+            q = tl.load(item(rows.q, row, head // GROUP) + key, key < K, 0.0)
+            v = tl.load(item(rows.v, row, head) + column, column < V, 0.0)
+            decay = tl.exp(tl.load(item(rows.g, row, head)).to(tl.float32))
+            beta = tl.load(item(rows.beta, row, head)).to(tl.float32)
             k, q, v = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
             k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-            q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
+            q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * rows.scale
             state *= decay
             # Both sums read the same state: the second adds what this token stores.
             delta = beta * (v - tl.sum(k[:, None] * state, 0))
@@ -104,7 +84,7 @@ def _steps(
             state += k[:, None] * delta[None, :]
             out = tl.where(real, out, 0.0).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + (row * N + head) * V + column, out, column < V)
-        if state_ptr is not None:
+        if rows.state is not None:
             tl.store(state_at, state, inside & real)
 
 
@@ -152,7 +132,7 @@ def gated_delta_rule(
         return v.new_empty(v.shape)
     tokens = v.shape[-3]
     starts, lengths = equal_sequences(v[..., 0, 0].numel() // tokens, tokens, v.device)
-    arguments = Rows(q, k, v, g, beta, None, starts, lengths, None, scale)
+    arguments = DeltaRows(q, k, v, g, beta, None, starts, lengths, None, scale)
     return _all_rows(arguments, by_steps=tokens <= STEPS, by_chunks=tokens > STEPS)
 
 
@@ -176,13 +156,14 @@ def gated_delta_rule_update(
         return v.new_empty(v.shape)
     # As many rows as sequences: each has one token, or is padding.
     prompts = v[..., 0, 0].numel() > seq_lens.shape[0]
-    arguments = Rows(q, k, v, g, beta, recurrent_state, query_start, seq_lens, state_slots, scale)
+    step = query_start, seq_lens, state_slots
+    arguments = DeltaRows(q, k, v, g, beta, recurrent_state, *step, scale)
     # A step of one sequence has no others beside its prompt.
     alone = prompts and seq_lens.shape[0] == 1 and v[..., 0, 0].numel() > STEPS
     return _all_rows(arguments, by_steps=not alone, by_chunks=prompts)
 
 
-def _all_rows(given: Rows, by_steps: bool, by_chunks: bool) -> Tensor:
+def _all_rows(given: DeltaRows, by_steps: bool, by_chunks: bool) -> Tensor:
     """The result of the kernels that these sequences may need."""
     rows = given.flat()
     out = rows.v.new_empty(rows.v.shape)
@@ -195,7 +176,7 @@ def _all_rows(given: Rows, by_steps: bool, by_chunks: bool) -> Tensor:
     return out.view(given.v.shape)
 
 
-def launch_steps(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
+def launch_steps(rows: DeltaRows, out: Tensor, most: int, tile: Launch) -> None:
     """Fill `out` and replace the states of sequences with at most `most` new tokens; 0: of all, and
     zeros for rows of no sequence. rows: flat
     """
@@ -203,24 +184,13 @@ def launch_steps(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
     num_sequences = rows.seq_lens.shape[0]
     block = min(tile["BLOCK_V"], triton.next_power_of_2(width))
     _steps[(triton.cdiv(width, block), heads, num_sequences + (0 if most else 1))](
-        rows.q,
-        rows.k,
-        rows.v,
-        rows.g,
-        rows.beta,
-        rows.state,
+        rows.indexed(),
         out,
-        rows.query_start,
-        rows.seq_lens,
-        rows.state_slots,
         num_rows,
         num_sequences,
-        *rows.strides(),
-        rows.scale,
         **rows.sizes(),
         BLOCK_V=block,
         MOST=most,
-        EPS=L2_EPS,
         num_warps=tile["num_warps"],
         **overlap(out.device),
     )

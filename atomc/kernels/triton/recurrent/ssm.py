@@ -9,6 +9,8 @@ with prompts launches both kernels, and each leaves the sequences of the other a
 T rows, N heads, P width of a head, G groups, S width of the state, L tokens of a chunk.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,15 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import gapped, no_bf16_products, too_wide, unlike
-from atomc.kernels.triton.launch.launch import begin, dot_size, overlap, unfit
+from atomc.kernels.triton.launch.launch import (
+    Indexed,
+    begin,
+    dot_size,
+    indexed,
+    item,
+    overlap,
+    unfit,
+)
 from atomc.kernels.triton.rows.activation import softplus
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
@@ -28,6 +38,23 @@ MAX_STATE = 256
 FEW, WALKED, CHUNK, COLUMNS = 8, 4096, 64, 64
 
 
+class Scan(NamedTuple):
+    """The operands of the op, and its result, as one argument of a kernel."""
+
+    a_log: Tensor
+    d: Tensor
+    bias: Tensor
+    state: Tensor
+    out: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    state_slots: Tensor
+    x: Indexed | None
+    dt: Indexed | None
+    b: Indexed | None
+    c: Indexed | None
+
+
 @triton.jit
 def _step_sizes(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
     """softplus(dt + bias) within its limits; dt in fp32."""
@@ -36,34 +63,16 @@ def _step_sizes(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
 
 
 @triton.jit
-def _state_before(at, s, start, end, seq_lens, inside):
-    """The state of a sequence before the step: zeros if it begins with it."""
-    begins = tl.load(seq_lens + s) == end - start
-    return tl.load(at, inside & (begins == 0), 0.0)
+def _of_head(scan, n):
+    """a, d and the bias of a head, in fp32."""
+    a = -tl.exp(tl.load(scan.a_log + n).to(tl.float32))
+    return a, tl.load(scan.d + n).to(tl.float32), tl.load(scan.bias + n).to(tl.float32)
 
 
 @triton.jit
 def _walk(
-    x_ptr,
-    dt_ptr,
-    a_log_ptr,
-    b_ptr,
-    c_ptr,
-    d_ptr,
-    bias_ptr,
-    state_ptr,
-    out_ptr,
-    query_start,
-    seq_lens,
-    state_slots,
+    scan,
     most,
-    x_row,
-    x_head,
-    dt_row,
-    b_row,
-    b_group,
-    c_row,
-    c_group,
     N: tl.constexpr,
     P: tl.constexpr,
     S: tl.constexpr,
@@ -82,54 +91,35 @@ def _walk(
     s, n = tl.program_id(0), tl.program_id(1)
     p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     j = tl.arange(0, BLOCK_S)
-    start, end = tl.load(query_start + s), tl.load(query_start + s + 1)
+    start, end = tl.load(scan.query_start + s), tl.load(scan.query_start + s + 1)
     if (start < end) & (end - start <= most):
-        slot = tl.load(state_slots + s)
-        at = state_ptr + (slot * N + n) * (P * S) + p[:, None] * S + j[None, :]
         inside = (p < P)[:, None] & (j < S)[None, :]
-        state = _state_before(at, s, start, end, seq_lens, inside)
-        a = -tl.exp(tl.load(a_log_ptr + n).to(tl.float32))
-        d = tl.load(d_ptr + n).to(tl.float32)
-        bias = tl.load(bias_ptr + n).to(tl.float32)
+        slot = tl.load(scan.state_slots + s)
+        at = scan.state + (slot * N + n) * (P * S) + p[:, None] * S + j[None, :]
+        begins = tl.load(scan.seq_lens + s) == end - start
+        state = tl.load(at, inside & (begins == 0), 0.0)  # zeros if it begins with the step
+        a, d, bias = _of_head(scan, n)
         g = n // HEADS_PER_GROUP
         for t in range(start, end):
             row = tl.cast(t, tl.int64)
-            dt = tl.load(dt_ptr + row * dt_row + n).to(tl.float32)
+            dt = tl.load(item(scan.dt, row, n)).to(tl.float32)
             step = _step_sizes(dt, bias, DT_MIN, DT_MAX)
-            x = tl.load(x_ptr + row * x_row + n * x_head + p, p < P, 0.0).to(tl.float32)
-            b = tl.load(b_ptr + row * b_row + g * b_group + j, j < S, 0.0).to(tl.float32)
-            c = tl.load(c_ptr + row * c_row + g * c_group + j, j < S, 0.0).to(tl.float32)
+            x = tl.load(item(scan.x, row, n) + p, p < P, 0.0).to(tl.float32)
+            b = tl.load(item(scan.b, row, g) + j, j < S, 0.0).to(tl.float32)
+            c = tl.load(item(scan.c, row, g) + j, j < S, 0.0).to(tl.float32)
             state = state * tl.exp(a * step) + (x * step)[:, None] * b[None, :]
             y = tl.sum(state * c[None, :], 1) + d * x
-            tl.store(out_ptr + (row * N + n) * P + p, y.to(out_ptr.dtype.element_ty), p < P)
+            tl.store(scan.out + (row * N + n) * P + p, y.to(scan.out.dtype.element_ty), p < P)
         tl.store(at, state, inside)
     elif ALL_ROWS & (start == end):
-        zeros = tl.zeros([BLOCK_P], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (s * N + n) * P + p, zeros, p < P)
+        zeros = tl.zeros([BLOCK_P], scan.out.dtype.element_ty)
+        tl.store(scan.out + (s * N + n) * P + p, zeros, p < P)
 
 
 @triton.jit
 def _chunks(
-    x_ptr,
-    dt_ptr,
-    a_log_ptr,
-    b_ptr,
-    c_ptr,
-    d_ptr,
-    bias_ptr,
-    state_ptr,
-    out_ptr,
-    query_start,
-    seq_lens,
-    state_slots,
+    scan,
     few,
-    x_row,
-    x_head,
-    dt_row,
-    b_row,
-    b_group,
-    c_row,
-    c_group,
     N: tl.constexpr,
     P: tl.constexpr,
     S: tl.constexpr,
@@ -147,28 +137,26 @@ def _chunks(
     s, n = tl.program_id(0), tl.program_id(1)
     p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     j = tl.arange(0, BLOCK_S)
-    start, end = tl.load(query_start + s), tl.load(query_start + s + 1)
+    start, end = tl.load(scan.query_start + s), tl.load(scan.query_start + s + 1)
     if end - start > few:
-        slot = tl.load(state_slots + s)
-        at = state_ptr + (slot * N + n) * (P * S) + p[:, None] * S + j[None, :]
         inside = (p < P)[:, None] & (j < S)[None, :]
-        state = _state_before(at, s, start, end, seq_lens, inside)
-        a = -tl.exp(tl.load(a_log_ptr + n).to(tl.float32))
-        d = tl.load(d_ptr + n).to(tl.float32)
-        bias = tl.load(bias_ptr + n).to(tl.float32)
+        slot = tl.load(scan.state_slots + s)
+        at = scan.state + (slot * N + n) * (P * S) + p[:, None] * S + j[None, :]
+        begins = tl.load(scan.seq_lens + s) == end - start
+        state = tl.load(at, inside & (begins == 0), 0.0)  # zeros if it begins with the step
+        a, d, bias = _of_head(scan, n)
         g = n // HEADS_PER_GROUP
         token = tl.arange(0, CHUNK)
         for first in range(start, end, CHUNK):
             there = token < end - first
             row = tl.cast(first, tl.int64) + token
-            dt = tl.load(dt_ptr + row * dt_row + n, there, 0.0).to(tl.float32)
+            dt = tl.load(item(scan.dt, row, n), there, 0.0).to(tl.float32)
             step = tl.where(there, _step_sizes(dt, bias, DT_MIN, DT_MAX), 0.0)
             real_x = there[:, None] & (p < P)[None, :]
             real_s = there[:, None] & (j < S)[None, :]
-            x_at = x_ptr + row[:, None] * x_row + n * x_head + p[None, :]
-            x = tl.load(x_at, real_x, 0.0).to(tl.float32)
-            b = tl.load(b_ptr + row[:, None] * b_row + g * b_group + j[None, :], real_s, 0.0)
-            c = tl.load(c_ptr + row[:, None] * c_row + g * c_group + j[None, :], real_s, 0.0)
+            x = tl.load(item(scan.x, row[:, None], n) + p[None, :], real_x, 0.0).to(tl.float32)
+            b = tl.load(item(scan.b, row[:, None], g) + j[None, :], real_s, 0.0)
+            c = tl.load(item(scan.c, row[:, None], g) + j[None, :], real_s, 0.0)
             u = x * step[:, None]
             # Logarithms of decays since the chunk began, and between two tokens: as the difference
             # of two of the first, a small one would lose its digits.
@@ -180,8 +168,8 @@ def _chunks(
             before = tl.dot(c, tl.trans(state), input_precision=PRECISION)
             y = tl.dot(weights, u, input_precision=PRECISION) + before * tl.exp(total)[:, None]
             y += d * x
-            y_at = out_ptr + (row[:, None] * N + n) * P + p[None, :]
-            tl.store(y_at, y.to(out_ptr.dtype.element_ty), real_x)
+            y_at = scan.out + (row[:, None] * N + n) * P + p[None, :]
+            tl.store(y_at, y.to(scan.out.dtype.element_ty), real_x)
             left = u * tl.exp(tl.sum(later, 0))[:, None]
             state = state * tl.exp(tl.sum(a * step)) + tl.dot(
                 tl.trans(left), b, input_precision=PRECISION
@@ -244,18 +232,16 @@ def ssm_scan_update(
     # As many rows as sequences: row s is of sequence s, or padding.
     decode = num_rows == sequences
     out = (torch.empty if decode else torch.zeros)(x.shape, dtype=x.dtype, device=x.device)
-    tensors = (rows, by_head, a_log, b, c, d, dt_bias, recurrent_state, out)
-    steps = (query_start, seq_lens, state_slots)
-    strides = (*rows.stride()[:2], by_head.stride(0), *b.stride()[:2], *c.stride()[:2])
+    step = query_start, seq_lens, state_slots
+    of_heads = map(indexed, (rows, by_head, b, c))
+    scan = Scan(a_log, d, dt_bias, recurrent_state, out, *step, *of_heads)
     sizes = {"N": heads, "P": width, "S": state, "HEADS_PER_GROUP": heads // groups}
     limits = {"DT_MIN": dt_min, "DT_MAX": dt_max}
     wide_s = triton.next_power_of_2(state)
     block_p = min(triton.next_power_of_2(width), max(1, WALKED // wide_s))
     _walk[(sequences, heads, triton.cdiv(width, block_p))](
-        *tensors,
-        *steps,
+        scan,
         num_rows if decode else FEW,
-        *strides,
         **sizes,
         **limits,
         BLOCK_P=block_p,
@@ -267,10 +253,8 @@ def ssm_scan_update(
     if not decode:
         block_p = min(dot_size(width), COLUMNS)
         _chunks[(sequences, heads, triton.cdiv(width, block_p))](
-            *tensors,
-            *steps,
+            scan,
             FEW,
-            *strides,
             **sizes,
             **limits,
             BLOCK_P=block_p,

@@ -20,7 +20,7 @@ from atomc.kernels.triton.launch.launch import (
 )
 from atomc.kernels.triton.launch.tiles import NORM
 from atomc.kernels.triton.rows.norm import MAX_COLUMNS
-from atomc.kernels.triton.rows.norm_quant import Norm, quantize_norm
+from atomc.kernels.triton.rows.norm_quant import RowNorm, quantize_norm
 from atomc.kernels.triton.rows.quant import Quantized, unquantizable
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Refusal
@@ -47,7 +47,7 @@ def _norm_pair(
         quantize_norm(*y, rows, sizes, eps, Y, ROWS, STYLE)
 
 
-def _launch(like: Tensor, x: Norm, y: Norm, eps: float, style: str) -> None:
+def _launch(like: Tensor, x: RowNorm, y: RowNorm, eps: float, style: str) -> None:
     """like: x"""
     if not (rows := num_rows(like)):
         return
@@ -93,8 +93,8 @@ def refuse_rms_norm_pair(
 def rms_norm_pair(
     x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
-    of_x = Norm(x, None, x_weight, style, None, True)
-    of_y = Norm(y, None, y_weight, style, None, True)
+    of_x = RowNorm(x, None, x_weight, style, None, True)
+    of_y = RowNorm(y, None, y_weight, style, None, True)
     _launch(x, of_x, of_y, eps, style)
     return of_x.kept, of_y.kept
 
@@ -144,7 +144,7 @@ def rms_norm_pair_quant(
     if quantize_y:
         of_y = Quantized(y, y_scale, scheme, dtype, group, column_major, rounding)
         y_codes = of_y.codes, of_y.scales
-    x_norm = Norm(x, None, x_weight, style, of_x, keep_x)
-    y_norm = Norm(y, None, y_weight, style, of_y, keep_y or not quantize_y)
+    x_norm = RowNorm(x, None, x_weight, style, of_x, keep_x)
+    y_norm = RowNorm(y, None, y_weight, style, of_y, keep_y or not quantize_y)
     _launch(x, x_norm, y_norm, eps, style)
     return of_x.codes, of_x.scales, *y_codes, x_norm.kept, y_norm.kept

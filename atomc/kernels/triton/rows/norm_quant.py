@@ -88,7 +88,7 @@ def _norm_quant(
     quantize_norm(*x, rows, sizes, eps, NORM, ROWS, STYLE)
 
 
-class Norm:
+class RowNorm:
     """A norm of x, or of x + residual, and its results.
 
     out        None: only the norm is stored
@@ -135,7 +135,7 @@ def quantized_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """add_rms_norm_quant; without a residual, the sum is x."""
     out = Quantized(x, scale, scheme, dtype, group, column_major, rounding)
-    norm = Norm(x, residual, weight, style, out, keep)
+    norm = RowNorm(x, residual, weight, style, out, keep)
     if rows := num_rows(x):
         tile = tile_for(x, x.shape[-1])
         _norm_quant[(triton.cdiv(rows, tile["ROWS"]),)](
