@@ -31,7 +31,7 @@ from torch import Tensor
 
 from atomc.kernels.triton.launch.launch import begin, overlap
 from atomc.kernels.triton.rows.norm import normed_dtype, weighted
-from atomc.torch_compat.peer_memory import EMPTY, MAX_RANKS, ROW_BYTES, PeerMemory
+from atomc.torch_compat.peer_memory import EMPTY, ROW_BYTES, PeerMemory
 
 _EMPTY_16 = tl.constexpr(EMPTY)
 _EMPTY_32 = tl.constexpr(EMPTY * 2**16 + 2**15)  # two of them
@@ -40,14 +40,7 @@ _EMPTY_32 = tl.constexpr(EMPTY * 2**16 + 2**15)  # two of them
 @triton.jit
 def _exchange(
     x_ptr,
-    b0,
-    b1,
-    b2,
-    b3,
-    b4,
-    b5,
-    b6,
-    b7,
+    buffers,
     halves_ptr,
     aborted_ptr,
     residual_ptr,
@@ -62,8 +55,6 @@ def _exchange(
     RANK: tl.constexpr,
     N: tl.constexpr,
     STYLE: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
     PUSH: tl.constexpr,
     REDUCE: tl.constexpr,
     PDL: tl.constexpr,
@@ -76,19 +67,18 @@ def _exchange(
     EMPTY: tl.constexpr = _EMPTY_32 if dtype.primitive_bitwidth == 32 else _EMPTY_16
     begin(PDL)
     half = tl.load(halves_ptr + row)
-    bits = tl.load(x_ptr + at, inside, 0.0).to(b0.dtype.element_ty, bitcast=True)
+    bits = tl.load(x_ptr + at, inside, 0.0).to(buffers[0].dtype.element_ty, bitcast=True)
     bits = tl.where(bits == EMPTY, 0, bits)
     slot = (half * N * ROWS + row) * STRIDE
-    buffers = (b0, b1, b2, b3, b4, b5, b6, b7)
     if PUSH:
         for peer in tl.static_range(N):
             if peer != RANK:
                 tl.store(buffers[peer] + slot + RANK * ROWS * STRIDE + column, bits, inside)
         tl.debug_barrier()  # the compiler keeps these stores before the loop that waits
     if REDUCE:
-        if ADD:
+        if residual_ptr is not None:
             residual = tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)
-        if NORM:
+        if weight_ptr is not None:
             weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
         inbox = buffers[RANK]
         total = tl.zeros([BLOCK], tl.float32)
@@ -104,13 +94,13 @@ def _exchange(
                     aborted = tl.load(aborted_ptr, volatile=True)
                     waiting = tl.max((received == EMPTY).to(tl.int32), 0)
                     waiting = tl.where(aborted != 0, 0, waiting)
-                tl.store(place, tl.full([BLOCK], EMPTY, b0.dtype.element_ty), inside)
+                tl.store(place, tl.full([BLOCK], EMPTY, bits.dtype), inside)
                 total += received.to(dtype, bitcast=True).to(tl.float32)
         x = total.to(dtype).to(tl.float32)
-        if ADD:
+        if residual_ptr is not None:
             x = (x + residual).to(dtype).to(tl.float32)
         tl.store(sum_ptr + at, x.to(dtype), inside)
-        if NORM:
+        if weight_ptr is not None:
             y = weighted(x * tl.rsqrt(tl.sum(x * x, 0) / D + eps), weight, dtype, STYLE)
             tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), inside)
         tl.store(halves_ptr + row, 1 - half)
@@ -165,17 +155,13 @@ def _launch(
         )
     x = x.contiguous()
     total = torch.empty_like(x)
-    out = None
-    if weight is not None:
-        dtype = normed_dtype(x, weight, style)
-        out = torch.empty_like(x, dtype=dtype)
+    out = None if weight is None else torch.empty_like(x, dtype=normed_dtype(x, weight, style))
     bits = torch.int32 if x.element_size() == 4 else torch.int16
     if rows:
         block = triton.next_power_of_2(width)
         _exchange[(rows,)](
             x,
-            *(buffer.view(bits) for buffer in peers.buffers),
-            *[None] * (MAX_RANKS - peers.size),
+            tuple(buffer.view(bits) for buffer in peers.buffers),
             peers.halves,
             peers.aborted,
             residual if residual is None else residual.contiguous(),
@@ -190,8 +176,6 @@ def _launch(
             RANK=peers.rank,
             N=peers.size,
             STYLE=style,
-            ADD=residual is not None,
-            NORM=weight is not None,
             PUSH=pushes,
             REDUCE=reduces,
             num_warps=warps_for(block),
