@@ -14,7 +14,14 @@ from torch import Tensor
 
 from atomc.kernels.triton.attention.attention_tiles import has_room, multiprocessors
 from atomc.kernels.triton.attention.sequences import some_have_prefix
-from atomc.kernels.triton.launch.launch import dot_size, let_next_start, overlap, wait_for_last
+from atomc.kernels.triton.launch.launch import (
+    dot_size,
+    indexed,
+    item,
+    let_next_start,
+    overlap,
+    wait_for_last,
+)
 
 # Programs of a multiprocessor, so that the heads of a tile without such keys are left out together.
 PROGRAMS = 4
@@ -40,23 +47,19 @@ SMALL = Products(32, 32, 32, 4, 2)  # for fp32, and with less shared memory
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "heads_each"])
 def _queries_to_latents(
-    q_ptr,
-    weight_ptr,
+    q,
+    weight,
     out_ptr,
     query_start,
     seq_lens,
     num_rows,
     num_sequences,
     heads_each,
-    q_row,
-    q_head,
-    w_head,
     H: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
     L: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -66,17 +69,17 @@ def _queries_to_latents(
     if some_have_prefix(first, first + BLOCK_M, query_start, seq_lens, num_sequences):
         row = (first + tl.arange(0, BLOCK_M))[:, None]
         p = tl.arange(0, BLOCK_P)
-        r = tl.arange(0, BLOCK_R)[None, :]
+        r = tl.arange(0, triton.next_power_of_2(R))[None, :]
         first_head = tl.program_id(1) * heads_each
         for head in range(first_head, tl.minimum(first_head + heads_each, H)):
-            q_at = q_ptr + row.to(tl.int64) * q_row + head * q_head
-            w_at = weight_ptr + tl.cast(head, tl.int64) * w_head + p[:, None] * L
+            q_at = item(q, row.to(tl.int64), head)
+            w_at = weight.ptr + tl.cast(head, tl.int64) * weight.s0 + p[:, None] * L
             out_at = out_ptr + (row.to(tl.int64) * H + head) * (L + R)
-            q = tl.load(q_at + p[None, :], (row < num_rows) & (p < P)[None, :], 0.0)
+            query = tl.load(q_at + p[None, :], (row < num_rows) & (p < P)[None, :], 0.0)
             for start in range(0, L, BLOCK_N):
                 n = start + tl.arange(0, BLOCK_N)[None, :]
-                weight = tl.load(w_at + n, (p < P)[:, None] & (n < L), 0.0)
-                out = tl.dot(q, weight, input_precision="ieee")
+                w = tl.load(w_at + n, (p < P)[:, None] & (n < L), 0.0)
+                out = tl.dot(query, w, input_precision="ieee")
                 tl.store(out_at + n, out.to(out_ptr.dtype.element_ty), (row < num_rows) & (n < L))
             rotated = (row < num_rows) & (r < R)
             tl.store(out_at + L + r, tl.load(q_at + P + r, rotated), rotated)
@@ -86,13 +89,12 @@ def _queries_to_latents(
 @triton.jit(do_not_specialize=["num_rows", "heads_each"])
 def _add_values(
     latents_ptr,
-    weight_ptr,
+    weight,
     lse_ptr,
     out_ptr,
     new_lse_ptr,
     num_rows,
     heads_each,
-    w_head,
     H: tl.constexpr,
     L: tl.constexpr,
     V: tl.constexpr,
@@ -116,13 +118,13 @@ def _add_values(
         for head in range(first_head, tl.minimum(first_head + heads_each, H)):
             at = row.to(tl.int64) * H + head
             x_at = latents_ptr + at[:, None] * L + k[None, :]
-            w_at = weight_ptr + tl.cast(head, tl.int64) * w_head + v[:, None] * L + k[None, :]
+            w_at = weight.ptr + tl.cast(head, tl.int64) * weight.s0 + v[:, None] * L + k[None, :]
             old = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             for start in range(0, L, BLOCK_K):
                 inside = (k < L - start)[None, :]
                 x = tl.load(x_at + start, old_there[:, None] & inside, 0.0)
-                weight = tl.load(w_at + start, (v < V)[:, None] & inside, 0.0)
-                old = tl.dot(x, tl.trans(weight), old, input_precision="ieee")
+                w = tl.load(w_at + start, (v < V)[:, None] & inside, 0.0)
+                old = tl.dot(x, tl.trans(w), old, input_precision="ieee")
             old_lse = tl.load(lse_ptr + at, row < num_rows, without)
             new_lse = tl.load(new_lse_ptr + at, row < num_rows, without)
             peak = tl.maximum(old_lse, new_lse)
@@ -151,23 +153,18 @@ def queries_to_latents(
     tiles = triton.cdiv(tokens, tile.rows)
     each = _heads_each(tiles, heads, q.device)
     _queries_to_latents[(tiles, triton.cdiv(heads, each))](
-        q,
-        of_head,
+        *map(indexed, (q, of_head)),
         out,
         query_start,
         seq_lens,
         tokens,
         seq_lens.shape[0],
         each,
-        q.stride(0),
-        q.stride(1),
-        of_head.stride(0),
         H=heads,
         P=nope,
         R=rotated,
         L=latent,
         BLOCK_P=dot_size(nope),
-        BLOCK_R=triton.next_power_of_2(rotated),
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         num_warps=tile.warps,
@@ -190,13 +187,12 @@ def add_values(
     each = _heads_each(tiles, heads, out.device)
     _add_values[(tiles, triton.cdiv(heads, each))](
         latents,
-        of_value,
+        indexed(of_value),
         old_lse,
         out,
         new_lse,
         tokens,
         each,
-        of_value.stride(0),
         H=heads,
         L=latents.shape[-1],
         V=values,

@@ -4,6 +4,8 @@ A program takes some rows of the weight and sums over all of K, in parts that it
 order at the end. M rows of x, N rows of the weight, K columns.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,13 +15,14 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import unlike
 from atomc.kernels.triton.launch.launch import (
+    at,
+    inner_sizes,
     let_next_start,
     more_rows,
     not_nvidia,
     num_rows,
     overlap,
-    row_layout,
-    row_offset,
+    rows_of,
     unfit,
     wait_for_last,
 )
@@ -32,18 +35,42 @@ from atomc.platform import Platform
 MAX_ROWS = 16
 
 
+class Scales(NamedTuple):
+    """Scales of x and of the weight as one argument of a kernel, with the strides of rows (or of
+    rows of blocks) and of groups.
+    """
+
+    x: Tensor
+    weight: Tensor
+    x_row: int
+    x_group: int
+    weight_row: int
+
+
+@triton.jit
+def store_product(
+    sums, scales, bias_ptr, out_ptr, m, n, M, N, inside, BLOCKS: tl.constexpr = False
+):
+    """Store the sums, times the scales of rows unless BLOCKS, plus the bias, in rows m and columns
+    n, which broadcast to the shape of the sums.
+    """
+    out = sums.to(tl.float32)
+    if scales is not None and not BLOCKS:
+        of_weight = tl.load(scales.weight + n * scales.weight_row, n < N, 0.0)
+        out *= tl.load(scales.x + m * scales.x_row, m < M, 0.0) * of_weight
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
+    tl.store(out_ptr + m.to(tl.int64) * N + n, out.to(out_ptr.dtype.element_ty), inside)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _multiplied_rows(
-    x_ptr,
+    x,
     weight_ptr,
     bias_ptr,
     out_ptr,
     M,
-    d1,
-    d2,
-    x0,
-    x1,
-    x2,
+    sizes,
     N,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -52,13 +79,12 @@ def _multiplied_rows(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    first = tl.program_id(0) * BLOCK_N
     # Three dimensions from the start: with a later expansion, one of the operands would be
     # converted to another layout in each step.
     m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
-    n = (first + tl.arange(0, BLOCK_N))[None, :, None]
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :, None]
     k = tl.arange(0, BLOCK_K)[None, None, :]
-    x_at = x_ptr + row_offset(m, d1, d2, x0, x1, x2) + k
+    x_at = at(x, m, sizes) + k
     weight_at = weight_ptr + n.to(tl.int64) * K + k
     if EARLY:
         let_next_start(PDL)
@@ -66,28 +92,87 @@ def _multiplied_rows(
     sums = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         weight = tl.load(weight_at + start, (n < N) & (k < K - start), 0.0, cache_modifier=".cg")
-        x = tl.load(x_at + start, (m < M) & (k < K - start), 0.0)
-        sums += x.to(tl.float32) * weight.to(tl.float32)
+        values = tl.load(x_at + start, (m < M) & (k < K - start), 0.0)
+        sums += values.to(tl.float32) * weight.to(tl.float32)
     if not EARLY:
         let_next_start(PDL)
     out = tl.sum(sums, 2)[:, :, None]
-    if bias_ptr is not None:
-        out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
-    tl.store(out_ptr + m.to(tl.int64) * N + n, out.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
+    store_product(out, None, bias_ptr, out_ptr, m, n, M, N, (m < M) & (n < N))
+
+
+@triton.jit
+def multiply_parts(
+    x_at,
+    weight_ptr,
+    scales,
+    bias_ptr,
+    out_ptr,
+    m,
+    M,
+    N,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows m of x, which are at x_at, times some rows of the weight, by tensor cores. K is split
+    into PARTS, each computed by its own warps. BLOCKS: sums of 128 columns have scales; WHOLE:
+    operands are int8.
+    """
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
+    part = tl.arange(0, PARTS)
+    k = part[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
+    x_at = x_at[None, :, None] + k
+    weight_at = weight_ptr + n.to(tl.int64)[None, :, None] * K + k
+    WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    # The MMA instruction is 16 rows by 8 columns.
+    SWAP: tl.constexpr = BLOCK_M < 16
+    wait_for_last(PDL)
+    sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), WIDE)
+    for start in range(0, LENGTH, BLOCK_K):
+        weight = tl.load(
+            weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg"
+        )
+        x = tl.load(x_at + start, (m < M)[None, :, None] & (k < K - start), 0.0)
+        if BLOCKS:
+            group = part * (LENGTH // 128) + start // 128
+            there = group * 128 < K
+            weight_scale_at = scales.weight + (first // 128) * scales.weight_row + group
+            x_scale_at = scales.x + m[None, :] * scales.x_row + group[:, None] * scales.x_group
+            factor = tl.load(x_scale_at, (m < M)[None, :] & there[:, None], 0.0)
+            factor *= tl.load(weight_scale_at, there, 0.0)[:, None]
+            if SWAP:
+                product = tl.dot(weight, tl.permute(x, (0, 2, 1)), out_dtype=WIDE)
+                sums += product * factor[:, None, :]
+            else:
+                product = tl.dot(x, tl.permute(weight, (0, 2, 1)), out_dtype=WIDE)
+                sums += product * factor[:, :, None]
+        elif SWAP:
+            sums = tl.dot(weight, tl.permute(x, (0, 2, 1)), sums, out_dtype=WIDE)
+        else:
+            sums = tl.dot(x, tl.permute(weight, (0, 2, 1)), sums, out_dtype=WIDE)
+    let_next_start(PDL)
+    out = tl.sum(sums, 0)
+    if SWAP:
+        out = tl.trans(out)
+    m, n = m[:, None], n[None, :]
+    store_product(out, scales, bias_ptr, out_ptr, m, n, M, N, (m < M) & (n < N), BLOCKS)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _tensor_core_product(
-    x_ptr,
+    x,
     weight_ptr,
     bias_ptr,
     out_ptr,
     M,
-    d1,
-    d2,
-    x0,
-    x1,
-    x2,
+    sizes,
     N,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -96,39 +181,25 @@ def _tensor_core_product(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    first = tl.program_id(0) * BLOCK_N
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = first + tl.arange(0, BLOCK_N)
-    # K is split into PARTS, each computed by its own warps.
-    LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
-    k = tl.arange(0, PARTS)[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
-    x_at = x_ptr + row_offset(m, d1, d2, x0, x1, x2)[None, :, None] + k
-    weight_at = weight_ptr + n.to(tl.int64)[None, :, None] * K + k
-    wait_for_last(PDL)
-    if BLOCK_M < 16:
-        sums = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        sums = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, LENGTH, BLOCK_K):
-        weight = tl.load(
-            weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg"
-        )
-        x = tl.load(x_at + start, (m < M)[None, :, None] & (k < K - start), 0.0)
-        # The MMA instruction is 16 rows by 8 columns.
-        if BLOCK_M < 16:
-            sums = tl.dot(weight, tl.permute(x, (0, 2, 1)), sums)
-        else:
-            sums = tl.dot(x, tl.permute(weight, (0, 2, 1)), sums)
-    let_next_start(PDL)
-    out = tl.sum(sums, 0)
-    if BLOCK_M < 16:
-        out = tl.trans(out)
-    if bias_ptr is not None:
-        out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[None, :]
-    tl.store(
-        out_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        (m < M)[:, None] & (n < N)[None, :],
+    x_at = at(x, m, sizes)
+    multiply_parts(
+        x_at,
+        weight_ptr,
+        None,
+        bias_ptr,
+        out_ptr,
+        m,
+        M,
+        N,
+        K,
+        False,
+        False,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        PARTS,
+        PDL,
     )
 
 
@@ -155,12 +226,12 @@ def multiply(
             else (_multiplied_rows, early)
         )
         kernel[(triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))](
-            x,
+            rows_of(x),
             weight,
             bias,
             out,
             rows,
-            *row_layout(x),
+            inner_sizes(x),
             n,
             K=k,
             BLOCK_M=tile.rows,

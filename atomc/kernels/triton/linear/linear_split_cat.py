@@ -14,13 +14,16 @@ from atomc import ops
 from atomc.kernels.checks import strided, unknown, unlike, wrong_rank
 from atomc.kernels.triton.launch.launch import (
     MAX_DIMS,
+    Indexed,
+    Rows,
+    at,
     begin,
+    indexed,
     inner_sizes,
+    item,
     num_rows,
     overlap,
-    row_layout,
-    row_offset,
-    row_strides,
+    rows_of,
     unfit,
 )
 from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, codes_of
@@ -36,33 +39,19 @@ BLOCK_N, MOST_M = 64, 64
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_split_cat(
-    x_ptr,
-    weight_ptr,
-    x_scale_ptr,
-    weight_scale_ptr,
-    k_pe_ptr,
+    x,
+    weight,
+    x_scale,
+    weight_scale,
+    k_pe,
     k_ptr,
     v_ptr,
     rows,
     N,
-    x_d1,
-    x_d2,
-    x0,
-    x1,
-    x2,
-    s_d1,
-    s_d2,
-    s0,
-    s1,
-    s2,
+    sizes,
+    scale_sizes,
     s_group,
-    weight_row,
-    scale_row,
-    scale_column,
     d1,
-    p0,
-    p1,
-    p2,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     P: tl.constexpr,
@@ -82,9 +71,9 @@ def _linear_split_cat(
     begin(PDL)
     if tile < tiles:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        x_at = row_offset(row, x_d1, x_d2, x0, x1, x2)
-        s_at = row_offset(row, s_d1, s_d2, s0, s1, s2)
-        w_at = n[:, None].to(tl.int64) * weight_row
+        x_at = at(x, row, sizes)
+        s_at = at(x_scale, row, scale_sizes)
+        w_at = weight.ptr + n[:, None].to(tl.int64) * weight.s0
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)[None, :]
@@ -93,51 +82,41 @@ def _linear_split_cat(
             # A block of K is a block of scales.
             if SCHEME == "mxfp4":
                 product = tl.dot(
-                    e2m1_rows(x_ptr + x_at, k, x_there),
-                    tl.trans(e2m1_rows(weight_ptr + w_at, k, w_there)),
+                    e2m1_rows(x_at, k, x_there),
+                    tl.trans(e2m1_rows(w_at, k, w_there)),
                 )
-                x_scale = e8m0_values(tl.load(x_scale_ptr + s_at + start // 32, row < rows, 127))
-                w_scale = e8m0_values(
-                    tl.load(weight_scale_ptr + n * scale_row + start // 32, n < N, 127)
-                )
-                acc += product * x_scale * w_scale[None, :]
+                of_x = e8m0_values(tl.load(s_at + start // 32, row < rows, 127))
+                w_scale_at = weight_scale.ptr + n * weight_scale.s0 + start // 32
+                acc += product * of_x * e8m0_values(tl.load(w_scale_at, n < N, 127))[None, :]
             else:
-                x = code_numbers(tl.load(x_ptr + x_at + k, x_there, 0), tl.float16, CODES)
-                w = code_numbers(tl.load(weight_ptr + w_at + k, w_there, 0), tl.float16, CODES)
-                product = tl.dot(x, tl.trans(w))
+                codes = code_numbers(tl.load(x_at + k, x_there, 0), tl.float16, CODES)
+                w = code_numbers(tl.load(w_at + k, w_there, 0), tl.float16, CODES)
+                product = tl.dot(codes, tl.trans(w))
                 if SCHEME == "fp8_block":
-                    x_scale = tl.load(
-                        x_scale_ptr + s_at + start // BLOCK_K * s_group, row < rows, 0.0
-                    )
-                    w_scale = tl.load(
-                        weight_scale_ptr + n // 128 * scale_row + start // BLOCK_K * scale_column,
-                        n < N,
-                        0.0,
-                    )
-                    product *= x_scale.to(tl.float32) * w_scale.to(tl.float32)[None, :]
+                    of_x = tl.load(s_at + start // BLOCK_K * s_group, row < rows, 0.0)
+                    of_w = tl.load(item(weight_scale, n // 128, start // BLOCK_K), n < N, 0.0)
+                    product *= of_x.to(tl.float32) * of_w.to(tl.float32)[None, :]
                 acc += product
         if SCHEME == "fp8":
-            x_scale = tl.load(x_scale_ptr + s_at, row < rows, 0.0).to(tl.float32)
-            w_scale = tl.load(weight_scale_ptr + n * scale_row, n < N, 0.0).to(tl.float32)
-            acc *= x_scale * w_scale[None, :]
+            of_x = tl.load(s_at, row < rows, 0.0).to(tl.float32)
+            of_w = tl.load(item(weight_scale, n, 0), n < N, 0.0).to(tl.float32)
+            acc *= of_x * of_w[None, :]
         if SCHEME != "mxfp4":
             acc *= 128.0 * 128.0 if CODES == "fnuz" else 256.0 * 256.0
         column = (n % (P + V))[None, :]
-        at = row.to(tl.int64) * HEADS + (n // (P + V))[None, :]
+        out = row.to(tl.int64) * HEADS + (n // (P + V))[None, :]
         inside = (row < rows) & (n < N)[None, :]
         acc = acc.to(v_ptr.dtype.element_ty)
         tl.store(
-            k_ptr + at * (P + R) + column, acc.to(k_ptr.dtype.element_ty), inside & (column < P)
+            k_ptr + out * (P + R) + column, acc.to(k_ptr.dtype.element_ty), inside & (column < P)
         )
-        tl.store(v_ptr + at * V + column - P, acc, inside & (column >= P))
+        tl.store(v_ptr + out * V + column - P, acc, inside & (column >= P))
     else:
         # Triton gives a name one type in both branches; these names differ from those above.
         turned = (tile - tiles) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         head = row * HEADS + turned // R
         there = (row < rows) & (turned < HEADS * R)
-        rotated = tl.load(
-            k_pe_ptr + row_offset(head, d1, HEADS, p0, p1, p2) + turned % R, there, 0.0
-        )
+        rotated = tl.load(at(k_pe, head, (d1, HEADS)) + turned % R, there, 0.0)
         tl.store(
             k_ptr + head.to(tl.int64) * (P + R) + P + turned % R,
             rotated.to(tl.float32).to(k_ptr.dtype.element_ty),
@@ -165,15 +144,6 @@ def refuse_linear_split_cat(
     )
 
 
-def _scale_rows(x_scale: Tensor) -> tuple[int, ...]:
-    """d1, d2, the strides of the rows of scales, and of groups; zero strides if all rows share a
-    scale.
-    """
-    if x_scale.numel() == 1:
-        return 1, 1, 0, 0, 0, 0
-    return *row_layout(x_scale), x_scale.stride(-1)
-
-
 @ops.linear_split_cat.kernel("triton", refuses=refuse_linear_split_cat, tuned_for=())
 def linear_split_cat(
     x: Tensor,
@@ -195,25 +165,23 @@ def linear_split_cat(
     v = k_pe.new_empty((*lead, heads, values), dtype=out_dtype)
     if rows := num_rows(x):
         block_m = max(16, min(MOST_M, triton.next_power_of_2(rows)))
+        # Scales that all rows share have strides of zero.
+        scales = rows_of(x_scale) if x_scale.numel() > 1 else Rows(x_scale, 0, 0, 0)
         scale_row = weight_scale.stride(0) if weight_scale.numel() > 1 else 0
         tiles = triton.cdiv(outputs, BLOCK_N) + triton.cdiv(heads * rotated, BLOCK_N)
         _linear_split_cat[(triton.cdiv(rows, block_m), tiles)](
-            byte_view(x),
-            byte_view(weight),
-            x_scale,
-            weight_scale,
-            k_pe,
+            rows_of(byte_view(x)),
+            indexed(byte_view(weight)),
+            scales,
+            Indexed(weight_scale, scale_row, weight_scale.stride(-1)),
+            rows_of(k_pe),
             k,
             v,
             rows,
             outputs,
-            *row_layout(x),
-            *_scale_rows(x_scale),
-            weight.stride(0),
-            scale_row,
-            weight_scale.stride(-1),
+            *map(inner_sizes, (x, x_scale)),
+            x_scale.stride(-1),
             inner_sizes(k_pe)[0],
-            *row_strides(k_pe),
             HEADS=heads,
             K=x.shape[-1] * (2 if scheme == "mxfp4" else 1),
             P=nope,

@@ -78,10 +78,7 @@ def _expand(
     out_ptr,
     M,
     y_stride,
-    END_1: tl.constexpr,
-    END_2: tl.constexpr,
-    END_3: tl.constexpr,
-    END: tl.constexpr,
+    ENDS: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
     RANK: tl.constexpr,
@@ -100,8 +97,8 @@ def _expand(
     inside = (m < M)[:, None] & (n < N)[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # Columns of a merged layer are multiplied with its own rows of A.
-    layer = (n >= END_1).to(tl.int32) + (n >= END_2).to(tl.int32) + (n >= END_3).to(tl.int32)
-    belongs = (layer[None, :] == (r // RANK)[:, None]) & (r < R)[:, None] & (n < END)[None, :]
+    layer = lora_few.layer_of(n, ENDS)
+    belongs = (layer[None, :] == (r // RANK)[:, None]) & (r < R)[:, None] & (n < ENDS[3])[None, :]
     thin = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for part in tl.static_range(PARTS):
         at = thin_ptr + (part * M + m).to(tl.int64)[:, None] * R + r[None, :]
@@ -145,12 +142,12 @@ def refuse_lora_linear(
     return gapped(a=a, b=b)
 
 
-def ends(widths: list[int], outputs: int) -> list[int]:
+def ends(widths: list[int], outputs: int) -> tuple[int, ...]:
     """Where each of the merged layers but the last ends in y, as MAX_PARTS - 1 numbers, and where
     the last one does.
     """
     bounds = list(accumulate(widths))
-    return [*bounds[:-1], *[outputs] * (MAX_PARTS - len(bounds)), bounds[-1]]
+    return *bounds[:-1], *[outputs] * (MAX_PARTS - len(bounds)), bounds[-1]
 
 
 def _tile(thin_block: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -213,7 +210,7 @@ def lora_linear(
         out,
         count,
         y_rows.stride(0),
-        *of_layers,
+        ENDS=of_layers,
         N=outputs,
         R=thin_size,
         RANK=rank,

@@ -7,8 +7,6 @@ adapter before they wait for it. The first sums parts of K, which the second add
 M rows, L adapters, r their rank, P merged layers (R = P * r rows of A), K inputs, N outputs.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +18,12 @@ from atomc.kernels.triton.launch.tile_table import LoraTile
 MAX_ROWS = 16
 # An adapter's number is a step's input, and its weights are written between steps: no kernel of a
 # step writes them, so that they may be read before the preceding kernel has ended.
+
+
+@triton.jit
+def layer_of(n, ENDS: tl.constexpr):
+    """The number of the merged layer of columns n of y; ENDS: where each ends."""
+    return (n >= ENDS[0]).to(tl.int32) + (n >= ENDS[1]).to(tl.int32) + (n >= ENDS[2]).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -61,26 +65,26 @@ def _expand_row(
     out_ptr,
     M,
     y_stride,
-    END_1: tl.constexpr,
-    END_2: tl.constexpr,
-    END_3: tl.constexpr,
-    END: tl.constexpr,
+    ENDS: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     first, m = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)
-    n, r, part = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    n, r, part = (
+        first + tl.arange(0, BLOCK_N),
+        tl.arange(0, BLOCK_R),
+        tl.arange(0, triton.next_power_of_2(PARTS)),
+    )
     adapter = tl.load(rows_ptr + m).to(tl.int64)
     b_at = b_ptr + (adapter * RANK + r)[:, None] * N + n[None, :]
-    b = tl.load(b_at, (r < RANK)[:, None] & (n < END)[None, :] & (adapter >= 0), 0.0)
-    layer = (n >= END_1).to(tl.int32) + (n >= END_2).to(tl.int32) + (n >= END_3).to(tl.int32)
+    b = tl.load(b_at, (r < RANK)[:, None] & (n < ENDS[3])[None, :] & (adapter >= 0), 0.0)
+    layer = layer_of(n, ENDS)
     wait_for_last(PDL)
     y = tl.load(y_ptr + m * y_stride + n, n < N, 0.0)
     delta = tl.zeros((BLOCK_N,), tl.float32)
@@ -104,7 +108,7 @@ def lora_linear(
     a: Tensor,
     b: Tensor,
     rows: Tensor,
-    ends: Sequence[int],
+    ends: tuple[int, ...],
     tile: LoraTile,
 ) -> Tensor:
     """The op, of y [M, N] and x [M, K]. ends: those of the merged layers in y, four of them."""
@@ -139,14 +143,13 @@ def lora_linear(
         out,
         count,
         y.stride(0),
-        *ends,
+        ENDS=ends,
         N=outputs,
         R=thin_size,
         RANK=rank,
         PARTS=parts,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
-        BLOCK_P=triton.next_power_of_2(parts),
         num_warps=tile.expand_warps,
         **overlap(x.device),
     )

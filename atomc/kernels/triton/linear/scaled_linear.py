@@ -24,6 +24,7 @@ from atomc.kernels.triton.launch.launch import (
 )
 from atomc.kernels.triton.launch.tile_table import Tile
 from atomc.kernels.triton.launch.tiles import SCALED_LINEAR
+from atomc.kernels.triton.linear.linear import Scales, multiply_parts, store_product
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -33,45 +34,14 @@ BLOCK = 128
 
 
 @triton.jit
-def finished(
-    sums,
-    x_scale_ptr,
-    weight_scale_ptr,
-    bias_ptr,
-    m,
-    n,
-    M,
-    N,
-    x_row,
-    weight_row,
-    BLOCKS: tl.constexpr,
-):
-    """The sums in fp32, times the scales of rows unless BLOCKS, plus the bias. m and n broadcast
-    to the shape of the sums.
-    """
-    out = sums.to(tl.float32)
-    if not BLOCKS:
-        out *= tl.load(x_scale_ptr + m * x_row, m < M, 0.0) * tl.load(
-            weight_scale_ptr + n * weight_row, n < N, 0.0
-        )
-    if bias_ptr is not None:
-        out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
-    return out
-
-
-@triton.jit
 def _row(
     x_ptr,
     weight_ptr,
-    x_scale_ptr,
-    weight_scale_ptr,
+    scales,
     bias_ptr,
     out_ptr,
     M,
     N,
-    x_row,
-    x_group,
-    weight_row,
     K: tl.constexpr,
     BLOCKS: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -105,41 +75,25 @@ def _row(
         if BLOCKS:
             group = (start + chunk * CODES) // 128
             there = group * 128 < K
-            factor = tl.load(weight_scale_ptr + first // 128 * weight_row + group, there, 0.0)
-            factor *= tl.load(x_scale_ptr + m * x_row + group * x_group, there, 0.0)
+            weight_scale_at = scales.weight + first // 128 * scales.weight_row + group
+            factor = tl.load(weight_scale_at, there, 0.0)
+            factor *= tl.load(scales.x + m * scales.x_row + group * scales.x_group, there, 0.0)
             part *= factor[None, :]
         sums += part
     if not EARLY:
         let_next_start(PDL)
-    out = finished(
-        tl.sum(sums, 1),
-        x_scale_ptr,
-        weight_scale_ptr,
-        bias_ptr,
-        m,
-        n,
-        M,
-        N,
-        x_row,
-        weight_row,
-        BLOCKS,
-    )
-    tl.store(out_ptr + m.to(tl.int64) * N + n, out.to(out_ptr.dtype.element_ty), n < N)
+    store_product(tl.sum(sums, 1), scales, bias_ptr, out_ptr, m, n, M, N, n < N, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _tensor_core_product(
     x_ptr,
     weight_ptr,
-    x_scale_ptr,
-    weight_scale_ptr,
+    scales,
     bias_ptr,
     out_ptr,
     M,
     N,
-    x_row,
-    x_group,
-    weight_row,
     K: tl.constexpr,
     BLOCKS: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -149,66 +103,25 @@ def _tensor_core_product(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    first = tl.program_id(0) * BLOCK_N
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = first + tl.arange(0, BLOCK_N)
-    # K is split into PARTS, each computed by its own warps.
-    LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
-    part = tl.arange(0, PARTS)
-    k = part[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
-    x_at = x_ptr + m.to(tl.int64)[None, :, None] * K + k
-    weight_at = weight_ptr + n.to(tl.int64)[None, :, None] * K + k
-    WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
-    # The MMA instruction is 16 rows by 8 columns.
-    SWAP: tl.constexpr = BLOCK_M < 16
-    wait_for_last(PDL)
-    sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), WIDE)
-    for start in range(0, LENGTH, BLOCK_K):
-        weight = tl.load(
-            weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg"
-        )
-        x = tl.load(x_at + start, (m < M)[None, :, None] & (k < K - start), 0.0)
-        if BLOCKS:
-            group = part * (LENGTH // 128) + start // 128
-            there = group * 128 < K
-            of_weight = tl.load(weight_scale_ptr + (first // 128) * weight_row + group, there, 0.0)
-            of_x = (
-                tl.load(
-                    x_scale_ptr + m[None, :] * x_row + group[:, None] * x_group,
-                    (m < M)[None, :] & there[:, None],
-                    0.0,
-                )
-                * of_weight[:, None]
-            )
-            if SWAP:
-                sums += tl.dot(weight, tl.permute(x, (0, 2, 1)), out_dtype=WIDE) * of_x[:, None, :]
-            else:
-                sums += tl.dot(x, tl.permute(weight, (0, 2, 1)), out_dtype=WIDE) * of_x[:, :, None]
-        elif SWAP:
-            sums = tl.dot(weight, tl.permute(x, (0, 2, 1)), sums, out_dtype=WIDE)
-        else:
-            sums = tl.dot(x, tl.permute(weight, (0, 2, 1)), sums, out_dtype=WIDE)
-    let_next_start(PDL)
-    out = tl.sum(sums, 0)
-    if SWAP:
-        out = tl.trans(out)
-    out = finished(
-        out,
-        x_scale_ptr,
-        weight_scale_ptr,
+    x_at = x_ptr + m.to(tl.int64) * K
+    multiply_parts(
+        x_at,
+        weight_ptr,
+        scales,
         bias_ptr,
-        m[:, None],
-        n[None, :],
+        out_ptr,
+        m,
         M,
         N,
-        x_row,
-        weight_row,
+        K,
         BLOCKS,
-    )
-    tl.store(
-        out_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        (m < M)[:, None] & (n < N)[None, :],
+        WHOLE,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        PARTS,
+        PDL,
     )
 
 
@@ -220,17 +133,15 @@ def row_arguments(
     bias: Tensor | None,
     out: Tensor,
     blocks: bool,
-) -> tuple[Tensor | int | None, ...]:
-    """What kernels take: x and x_scale by rows, the others, the strides of rows and groups of
-    x_scale, and the stride of rows (or of rows of blocks) of weight_scale.
-    """
+) -> tuple[Tensor | Scales | int | None, ...]:
+    """What kernels take: x and x_scale by rows, and the others."""
     rows = num_rows(out)
     by_row = x_scale.reshape(rows, -1) if blocks else x_scale.reshape(-1)
-    strides: tuple[int, ...] = int(x_scale.numel() > 1), 0, int(weight_scale.numel() > 1)
+    strides = int(x_scale.numel() > 1), 0, int(weight_scale.numel() > 1)
     if blocks:
         strides = *by_row.stride(), weight_scale.stride(0)
-    x = x.reshape(rows, x.shape[-1])
-    return x, weight, by_row, weight_scale, bias, out, rows, len(weight), *strides
+    scales = Scales(by_row, weight_scale, *strides)
+    return x.reshape(rows, x.shape[-1]), weight, scales, bias, out, rows, len(weight)
 
 
 def multiply(

@@ -14,9 +14,9 @@ from atomc import ops
 from atomc.kernels.checks import first_refusal
 from atomc.kernels.triton.launch.launch import num_rows, tile_of
 from atomc.kernels.triton.launch.tiles import SCALED_LINEAR_BLOCK_TILES, SCALED_LINEAR_TILES
+from atomc.kernels.triton.linear.linear import store_product
 from atomc.kernels.triton.linear.scaled_linear import (
     BLOCK,
-    finished,
     refuse_scaled_linear,
     row_arguments,
 )
@@ -27,15 +27,11 @@ from atomc.ops.op import Refusal
 def _tiles(
     x_ptr,
     weight_ptr,
-    x_scale_ptr,
-    weight_scale_ptr,
+    scales,
     bias_ptr,
     out_ptr,
     M,
     N,
-    x_row,
-    x_group,
-    weight_row,
     K: tl.constexpr,
     BLOCKS: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -60,31 +56,16 @@ def _tiles(
         x = tl.load(x_at + start, in_x, 0.0)
         weight = tl.load(weight_at + start, in_weight, 0.0)
         if BLOCKS:
-            factor = tl.load(weight_scale_ptr + (first // 128) * weight_row + start // 128)
-            factor *= tl.load(x_scale_ptr + m * x_row + start // 128 * x_group, m < M, 0.0)
+            x_scale_at = scales.x + m * scales.x_row + start // 128 * scales.x_group
+            factor = tl.load(scales.weight + (first // 128) * scales.weight_row + start // 128)
+            factor *= tl.load(x_scale_at, m < M, 0.0)
             sums += tl.dot(x, weight, out_dtype=WIDE) * factor[:, None]
         elif WHOLE:
             sums = tl.dot(x, weight, sums, out_dtype=WIDE)
         else:
             sums += tl.dot(x, weight, out_dtype=WIDE)
-    out = finished(
-        sums,
-        x_scale_ptr,
-        weight_scale_ptr,
-        bias_ptr,
-        m[:, None],
-        n[None, :],
-        M,
-        N,
-        x_row,
-        weight_row,
-        BLOCKS,
-    )
-    tl.store(
-        out_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        (m < M)[:, None] & (n < N)[None, :],
-    )
+    m, n = m[:, None], n[None, :]
+    store_product(sums, scales, bias_ptr, out_ptr, m, n, M, N, (m < M) & (n < N), BLOCKS)
 
 
 def multiply(
