@@ -137,10 +137,10 @@ def row_arguments(
     """What kernels take: x and x_scale by rows, and the others."""
     rows = num_rows(out)
     by_row = x_scale.reshape(rows, -1) if blocks else x_scale.reshape(-1)
-    strides = int(x_scale.numel() > 1), 0, int(weight_scale.numel() > 1)
+    x_row, x_group, weight_row = int(x_scale.numel() > 1), 0, int(weight_scale.numel() > 1)
     if blocks:
-        strides = *by_row.stride(), weight_scale.stride(0)
-    scales = Scales(by_row, weight_scale, *strides)
+        (x_row, x_group), weight_row = by_row.stride(), weight_scale.stride(0)
+    scales = Scales(by_row, weight_scale, x_row, x_group, weight_row)
     return x.reshape(rows, x.shape[-1]), weight, scales, bias, out, rows, len(weight)
 
 
