@@ -26,9 +26,9 @@ from atomc.kernels.triton.launch.tile_table import (
 # 4096->6144 15.2 / 15.4, 4096->24576 52.5 / 50.9. The best of 40 tiles at ten shapes of Qwen3-0.6B
 # and 8B. With less than 2,048 outputs tiles are smaller, for more programs than multiprocessors.
 LINEAR = TileTable(
-    command="python bench/kernels.py --json bench/results/kernels-h200.json",
-    sizes=("rows", "outputs", "inputs"),
-    by_arch={
+    "python bench/kernels.py --json bench/results/kernels-h200.json",
+    ("rows", "outputs", "inputs"),
+    {
         "sm90": [
             ((1, 2047, 1024), Tile(1, 2, 1024, 0, 4)),
             ((1, 2047, ANY), Tile(1, 2, 2048, 0, 4)),
@@ -48,9 +48,9 @@ LINEAR = TileTable(
 
 # 1 row, us: fp8 4096->4096 6.8, 4096->24576 25.4, 12288->4096 14.4; blocks 6.9, 26.2, 15.3.
 SCALED_LINEAR = TileTable(
-    command="python bench/gemm.py --tiles --rows 1 8 16 --schemes fp8 fp8_block int8 --jobs 14",
-    sizes=("rows", "inputs"),
-    by_arch={
+    "python bench/gemm.py --tiles --rows 1 8 16 --schemes fp8 fp8_block int8 --jobs 14",
+    ("rows", "inputs"),
+    {
         "sm90": [
             ((1, 512), Tile(1, 4, 512, 0, 4)),
             ((1, 4096), Tile(1, 2, 1024, 0, 4)),
@@ -86,9 +86,9 @@ _MANY_ROWS = [
     ((ANY, ANY), _product(128, 128, 128, 4, num_warps=8)),
 ]
 SCALED_LINEAR_TILES = TileTable[Launch](
-    command="python bench/gemm.py --rows 32 64 128 256 1024 --schemes fp8 int8 --jobs 14",
-    sizes=("rows", "outputs"),
-    by_arch={
+    "python bench/gemm.py --rows 32 64 128 256 1024 --schemes fp8 int8 --jobs 14",
+    ("rows", "outputs"),
+    {
         "sm90": [
             ((64, 4224), _product(64, 32, 256, 5)),
             ((64, 6143), _product(64, 32, 128, 4)),
@@ -101,9 +101,9 @@ SCALED_LINEAR_TILES = TileTable[Launch](
 )
 # A scale belongs to a block of 128 columns. 128 rows, us, 12288->4096: 34.8, with 128 x 128 66.7.
 SCALED_LINEAR_BLOCK_TILES = TileTable[Launch](
-    command="python bench/gemm.py --rows 32 64 128 256 1024 --schemes fp8_block --jobs 14",
-    sizes=("rows", "outputs"),
-    by_arch={
+    "python bench/gemm.py --rows 32 64 128 256 1024 --schemes fp8_block --jobs 14",
+    ("rows", "outputs"),
+    {
         "sm90": [
             ((64, 4224), _product(64, 32, 128, 6)),
             ((64, 6143), _product(64, 32, 128, 4)),
@@ -121,16 +121,16 @@ _W4A16_16 = dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=128, PARTS=4, num_warps=4, num_
 _W4A16_64 = dict(BLOCK_M=64, BLOCK_N=32, BLOCK_K=64, PARTS=4, num_warps=4, num_stages=2)
 # Several rows: of fp32, or with scales that LINEAR_4_BITS is not for.
 LINEAR_W4A16 = TileTable[Launch](
-    command="python bench/gemm.py --tiles --rows 1 --schemes int4 int4_g128 --jobs 14",
-    sizes=("rows",),
-    by_arch={"sm90": [((1,), _W4A16_ROW), ((ANY,), _W4A16_16)]},
+    "python bench/gemm.py --tiles --rows 1 --schemes int4 int4_g128 --jobs 14",
+    ("rows",),
+    {"sm90": [((1,), _W4A16_ROW), ((ANY,), _W4A16_16)]},
 )
 # us, 8 / 64 / 128 rows: 4096->4096 6.4 / 10.1 / 14, 4096->6144 8.1 / 12.8 / 22, 4096->24576 21 / 32
 # / 64, 12288->4096 13 / 20 / 35, 2048->5120 6.0 / 9.0 / 14. Within 8% of the best of 24 tiles.
 LINEAR_4_BITS = TileTable(
-    command="python bench/gemm.py --tiles --rows 8 16 64 128 --schemes int4 --jobs 14",
-    sizes=("rows",),
-    by_arch={
+    "python bench/gemm.py --tiles --rows 8 16 64 128 --schemes int4 --jobs 14",
+    ("rows",),
+    {
         "sm90": [
             ((8,), StripTile(8, 64, 4, 4, 396, 1024)),
             ((16,), StripTile(16, 128, 4, 3, 396)),
@@ -142,9 +142,9 @@ LINEAR_4_BITS = TileTable(
 )
 # 8 rows, us with BLOCK_K=128 and 3 stages / 256 and 2: 4096->4096 12.4 / 12.5, 4096->24576 57 / 58.
 LINEAR_MXFP4 = TileTable[Launch](
-    command="python bench/gemm.py --tiles --rows 1 8 16 --schemes mxfp4 mxfp4_a16 --jobs 14",
-    sizes=("rows",),
-    by_arch={
+    "python bench/gemm.py --tiles --rows 1 8 16 --schemes mxfp4 mxfp4_a16 --jobs 14",
+    ("rows",),
+    {
         "sm90": [
             ((1,), _W4A16_ROW),
             ((8,), _W4A16_16 | dict(BLOCK_M=8)),
@@ -166,18 +166,18 @@ LINEAR_NVFP4 = replace(
 # products 15.4 and 40.8; with 8 rows of A for each program of the first, 512 columns and four warps
 # 13.7 with 8 rows.
 LORA_FEW = TileTable[LoraTile](
-    command="python bench/lora.py --tiles",
-    sizes=("rows",),
-    by_arch={"sm90": [((ANY,), LoraTile(4, 1024, 2, 2048, 1))]},
+    "python bench/lora.py --tiles",
+    ("rows",),
+    {"sm90": [((ANY,), LoraTile(4, 1024, 2, 2048, 1))]},
 )
 
 
 # A block is about twice as long as an expert has pairs. Experts of Qwen3-30B, us with 64 rows of
 # 128 columns / 128 of 64: 16 tokens 186 / 199, 64 281 / 287; DeepSeek-V2-Lite, 16: 204 / 217.
 MOE_EXPERTS = TileTable[Launch](
-    command="python bench/moe.py --tiles --formats bf16 --tokens 64 256 1024 4096",
-    sizes=("pairs per expert",),  # 0: a block is one pair
-    by_arch={
+    "python bench/moe.py --tiles --formats bf16 --tokens 64 256 1024 4096",
+    ("pairs per expert",),  # 0: a block is one pair
+    {
         "sm90": [
             ((8,), _product(16, 64, 128, 5, tall=1)),
             ((24,), _product(32, 128, 64, 4, tall=1)),
@@ -190,9 +190,9 @@ MOE_EXPERTS = TileTable[Launch](
 # Experts of Qwen3-30B in fp8, us with 128 rows / 64 / 64 of 256 columns: 1 token 18.3 / 17.4 /
 # 16.6, 2 26.9 / 28.3 / 28.3, 16 105.9 / 108.0 / 111.6, 64 154.9 / 158.0 / 163.3.
 MOE_EXPERTS_8_BITS = TileTable[Launch](
-    command="python bench/moe.py --tiles --formats fp8 fp8_block int8 --tokens 1 64 256 1024 4096",
-    sizes=("pairs per expert",),  # 0: a block is one pair
-    by_arch={
+    "python bench/moe.py --tiles --formats fp8 fp8_block int8 --tokens 1 64 256 1024 4096",
+    ("pairs per expert",),  # 0: a block is one pair
+    {
         "sm90": [
             ((8,), _product(16, 128, 128, 4, tall=1)),
             ((24,), _product(32, 128, 128, 4, tall=1)),
@@ -205,9 +205,9 @@ MOE_EXPERTS_8_BITS = TileTable[Launch](
 # Not eight warps: with 128 x 128 x 64 and three stages, one tile in some 10,000 has wrong values of
 # a row of the weight (Triton 3.6, H200).
 MOE_EXPERTS_4_BITS = TileTable[Launch](
-    command="python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 64 256 1024 4096",
-    sizes=("pairs per expert",),
-    by_arch={
+    "python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 64 256 1024 4096",
+    ("pairs per expert",),
+    {
         "sm90": [
             ((8,), _product(16, 64, 128, 4, tall=1)),
             ((24,), _product(32, 64, 128, 4, tall=1)),
@@ -226,9 +226,9 @@ MOE_EXPERTS_4_BITS = TileTable[Launch](
 # GPT-OSS 1 token 26.3 / 28.4, 2 43.2 / 39.7. 64 rows in four stages / three: 8 tokens of Qwen3-30B
 # 56.4 / 52.6, 64 113.7 / 110.2. Two sums in turns, which do not wait for each other, are no faster.
 EXPERTS_FRAGMENTS = TileTable(
-    command="python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 1 8 64 1024",
-    sizes=("pairs per expert", "pairs"),  # 0 per expert: a block is one pair
-    by_arch={
+    "python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 1 8 64 1024",
+    ("pairs per expert", "pairs"),  # 0 per expert: a block is one pair
+    {
         "sm90": [
             ((0, 8), FragmentTile(8, 16, 1, 4)),
             ((4, ANY), FragmentTile(8, 64, 2, 3)),
@@ -243,9 +243,9 @@ EXPERTS_FRAGMENTS = TileTable(
 
 # A row of the weight takes as many threads as in LINEAR.
 EXPERTS_FEW = TileTable(
-    command="python bench/moe.py --tiles --formats bf16 --tokens 1 2 4 8 16",
-    sizes=("tokens",),
-    by_arch={
+    "python bench/moe.py --tiles --formats bf16 --tokens 1 2 4 8 16",
+    ("tokens",),
+    {
         "sm90": [
             ((1,), ExpertsFewTile(4096, 2048, 2048, 8)),
             ((ANY,), ExpertsFewTile(8192, 2048, 2048, 8)),
@@ -253,9 +253,9 @@ EXPERTS_FEW = TileTable(
     },
 )
 EXPERTS_FEW_4_BITS = TileTable(
-    command="python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 1 2 4 8 16",
-    sizes=("tokens",),
-    by_arch={"sm90": [((ANY,), ExpertsFewTile(16384, 8192, 1024, 4))]},
+    "python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 1 2 4 8 16",
+    ("tokens",),
+    {"sm90": [((ANY,), ExpertsFewTile(16384, 8192, 1024, 4))]},
     measured=False,
 )
 
@@ -263,18 +263,18 @@ EXPERTS_FEW_4_BITS = TileTable(
 # 1.1 / 1.0 / - / - / -, 64 tokens - / 2.2 / 2.5 / - / 5.0, 1,024 tokens 31 / - / 6.8 / 6.4 / 6.9,
 # 8,192 tokens 238 / - / 39.5 / 37.6 / 38.0.
 HEAD_ROWS = TileTable(
-    command="python bench/kernels.py --json bench/results/kernels-h200.json",
-    sizes=("rows",),
-    by_arch={"sm90": [((4096,), 4), ((ANY,), 16)]},
+    "python bench/kernels.py --json bench/results/kernels-h200.json",
+    ("rows",),
+    {"sm90": [((4096,), 4), ((ANY,), 16)]},
 )
 
 # add_rms_norm, us with 2 / 4 / 8 / 16 warps: 1 x 1024 0.89 / 0.87 / 0.88 / -, 8192 x 1024 18.4 /
 # 18.1 / - / -, 1 x 4096 - / 1.18 / 1.18 / 1.21, 64 x 4096 - / 2.10 / 2.15 / 2.26, 8192 x 4096 - /
 # 67.0 / 67.4 / 66.6. Rows up to 256 wide are heads, as in HEAD_ROWS.
 NORM = TileTable(
-    command="python bench/kernels.py --json bench/results/kernels-h200.json",
-    sizes=("rows", "block"),
-    by_arch={
+    "python bench/kernels.py --json bench/results/kernels-h200.json",
+    ("rows", "block"),
+    {
         "sm90": [
             ((4096, 256), RowTile(4, 4)),
             ((ANY, 256), RowTile(16, 16)),
@@ -289,9 +289,9 @@ NORM = TileTable(
 # First values. Rows are heads: of 128 columns a thread has 8 neighbours, 16 bytes, of x and as many
 # of the gate. The compiler's loads for sm90: with 4 rows and 4 warps, and with 16 and 16, 8 bytes.
 NORM_GATED = TileTable(
-    command="python bench/delta_rule.py --sweep --only norm",
-    sizes=("rows", "block"),
-    by_arch={
+    "python bench/delta_rule.py --sweep --only norm",
+    ("rows", "block"),
+    {
         "sm90": [
             ((4096, 256), RowTile(4, 4)),
             ((ANY, 256), RowTile(16, 8)),
@@ -302,9 +302,9 @@ NORM_GATED = TileTable(
 
 QUANT_BLOCK = 2048  # columns of a program, at most, unless a row has one scale
 QUANT = TileTable(
-    command="python bench/fusions.py --jobs 15 --json bench/results/fusions-h200.json",
-    sizes=("rows", "block"),
-    by_arch={
+    "python bench/fusions.py --jobs 15 --json bench/results/fusions-h200.json",
+    ("rows", "block"),
+    {
         "sm90": [
             ((4096, 256), RowTile(4, 4)),
             ((ANY, 64), RowTile(16, 4)),
@@ -322,9 +322,9 @@ QUANT = TileTable(
 # silu_and_mul, us with 512 / 1024 / 2048 columns: 1 x 3072 0.73 / 0.73 / 0.80, 64 x 12288 2.8 / 2.4
 # / 2.6, 1024 x 3072 8.5 / 6.2 / 6.0, 8192 x 12288 238 / - / 143.
 GATED = TileTable[Launch](
-    command="python bench/kernels.py --json bench/results/kernels-h200.json",
-    sizes=("rows",),
-    by_arch={
+    "python bench/kernels.py --json bench/results/kernels-h200.json",
+    ("rows",),
+    {
         "sm90": [
             ((1023,), dict(BLOCK=1024, num_warps=8)),
             ((ANY,), dict(BLOCK=2048, num_warps=8)),
@@ -336,9 +336,9 @@ GATED = TileTable[Launch](
 # 6.6 / 5.8 / 6.3 / -, 8,192 of them 31.7 / 32.8 / - / -, 1,024 rows of 12,288 20.6 / 19.7 / 20.3 /
 # -, 65,536 of them - / 914 / 1059 / 1033.
 GATED_QUANT_WARPS = TileTable(
-    command="python bench/fusions.py --jobs 15 --json bench/results/fusions-h200.json",
-    sizes=("rows", "block"),
-    by_arch={
+    "python bench/fusions.py --jobs 15 --json bench/results/fusions-h200.json",
+    ("rows", "block"),
+    {
         "sm90": [
             ((ANY, 2048), 4),
             ((4096, 16384), 8),
@@ -356,9 +356,9 @@ GATED_QUANT_WARPS = TileTable(
 # 1 x 1,024 5.7 / 6.6, 8 x 1,024 12.0 / 12.2, 8 x 8,192 52.7 / 52.8. 64 x 1,024 keys of 8 heads,
 # H200: 67 us with the last tile (84 with 155 registers).
 PAGED_DECODE = TileTable(
-    command="python bench/attention.py --sweep --only decode",
-    sizes=("key/value heads of all sequences per 4 multiprocessors", "bytes of a key"),
-    by_arch={
+    "python bench/attention.py --sweep --only decode",
+    ("key/value heads of all sequences per 4 multiprocessors", "bytes of a key"),
+    {
         "sm90": [
             ((1, 256), AttentionTile(0, 64, 4, 3, 3)),
             ((1, ANY), AttentionTile(0, 64, 8, 5, 1)),
@@ -372,9 +372,9 @@ PAGED_DECODE = TileTable(
 # heads 32 (36). But 16 x 1,024 tokens, 32 heads: 535 us, 401 with 128 rows, and 494 with these and
 # no limit of registers.
 PAGED_PREFILL = TileTable(
-    command="python bench/attention.py --sweep --only prefill",
-    sizes=("query rows per sequence", "tiles of 128 rows per multiprocessor", "bytes of a key"),
-    by_arch={
+    "python bench/attention.py --sweep --only prefill",
+    ("query rows per sequence", "tiles of 128 rows per multiprocessor", "bytes of a key"),
+    {
         "sm90": [
             ((64, ANY, 256), AttentionTile(64, 64, 4, 5, 2)),
             ((ANY, 2, 256), AttentionTile(64, 64, 4, 5, 2)),
@@ -394,9 +394,9 @@ PAGED_PREFILL = TileTable(
 # registers and 57 KB of shared memory, so that two programs fit; 16 x 64 with 4 warps 255 and 94
 # KB; 64 x 32 takes 255 and 147 KB.
 LATENT_ATTENTION = TileTable(
-    command="python bench/latent_attention.py --sweep",
-    sizes=("query rows per sequence",),
-    by_arch={
+    "python bench/latent_attention.py --sweep",
+    ("query rows per sequence",),
+    {
         "sm90": [
             ((16,), AttentionTile(16, 64, 4, 2, 2)),
             ((32,), AttentionTile(32, 64, 4, 3, 1)),
@@ -408,9 +408,9 @@ LATENT_ATTENTION = TileTable(
 # long. 128 heads, 64 x 8,192 rows of the cache, H100: 744 us, with 32 keys 932. The second one is a
 # first value.
 LATENT_ATTENTION_CODES = TileTable(
-    command="python bench/latent_attention.py --fp8 --sweep",
-    sizes=("query rows per sequence",),
-    by_arch={
+    "python bench/latent_attention.py --fp8 --sweep",
+    ("query rows per sequence",),
+    {
         "sm90": [
             ((16,), AttentionTile(16, 32, 4, 2, 4)),
             ((32,), AttentionTile(32, 32, 8, 3, 1)),
@@ -424,9 +424,9 @@ LATENT_ATTENTION_CODES = TileTable(
 # columns of the values of a head.
 # 1,024 tokens of 8,192 channels, us: 23.0; tiles of 32 tokens with 4 warps 29.2.
 CONV = TileTable[Launch](
-    command="python bench/delta_rule.py",
-    sizes=("tokens per sequence",),
-    by_arch={
+    "python bench/delta_rule.py",
+    ("tokens per sequence",),
+    {
         "sm90": [
             ((1,), {"BLOCK_T": 1, "BLOCK_C": 256, "num_warps": 2}),
             ((ANY,), {"BLOCK_T": 16, "BLOCK_C": 128, "num_warps": 2}),
@@ -434,9 +434,9 @@ CONV = TileTable[Launch](
     },
 )
 DELTA_STEP = TileTable[Launch](
-    command="python bench/delta_rule.py --sweep --only decode",
-    sizes=("heads of all sequences",),
-    by_arch={
+    "python bench/delta_rule.py --sweep --only decode",
+    ("heads of all sequences",),
+    {
         "sm90": [
             ((32,), {"BLOCK_V": 16, "num_warps": 1}),
             ((256,), {"BLOCK_V": 32, "num_warps": 1}),
@@ -447,9 +447,9 @@ DELTA_STEP = TileTable[Launch](
 # Of up to 256 heads: a program convolves the queries and keys of its head, 4 KB of inputs and
 # weights in heads of 128, beside 8 to 32 KB of the state.
 DELTA_DECODE = TileTable[Launch](
-    command="python bench/delta_rule.py --sweep --only decode",
-    sizes=("heads of all sequences",),
-    by_arch={
+    "python bench/delta_rule.py --sweep --only decode",
+    ("heads of all sequences",),
+    {
         "sm90": [
             ((32,), {"BLOCK_V": 16, "num_warps": 1}),
             ((ANY,), {"BLOCK_V": 64, "num_warps": 2}),
@@ -457,9 +457,9 @@ DELTA_DECODE = TileTable[Launch](
     },
 )
 DELTA_CHUNKS = TileTable[Launch](
-    command="python bench/delta_rule.py --sweep --only prompt",
-    sizes=("heads of all sequences",),
-    by_arch={
+    "python bench/delta_rule.py --sweep --only prompt",
+    ("heads of all sequences",),
+    {
         "sm90": [
             ((64,), {"BLOCK_V": 32, "num_warps": 4, "num_stages": 3}),
             ((ANY,), {"BLOCK_V": 64, "num_warps": 4, "num_stages": 2}),
