@@ -22,7 +22,7 @@ from atomc.kernels.triton.launch.launch import Indexed, begin, dot_size, indexed
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import DELTA_DECODE
 from atomc.kernels.triton.recurrent.conv import causal_conv1d_update, refuse_causal_conv1d_update
-from atomc.kernels.triton.recurrent.delta_chunks import EPS, MAX_WIDTH
+from atomc.kernels.triton.recurrent.delta_chunks import MAX_WIDTH, delta_step
 from atomc.kernels.triton.recurrent.delta_gates import (
     decay_of,
     delta_gates,
@@ -155,13 +155,7 @@ def _decode(
         dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
         decay = decay_of(tl.load(item(a, row, head)).to(tl.float32), A_log, dt_bias)
         beta = rate_of(tl.load(item(b, row, head)), RATE_SCALE)
-        k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-        q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
-        new = old * tl.exp(decay)
-        # Both sums read the same state: the second adds what this token stores.
-        delta = beta * (v - tl.sum(k[:, None] * new, 0))
-        out = tl.sum(q[:, None] * new, 0) + tl.sum(q * k, 0) * delta
-        new += k[:, None] * delta[None, :]
+        new, out = delta_step(old, q, k, v, decay, beta, scale)
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), column < V)
         tl.store(state_at, new, inside)
 

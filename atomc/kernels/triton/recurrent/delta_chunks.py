@@ -80,6 +80,18 @@ class Systems(NamedTuple):
 
 
 @triton.jit
+def delta_step(state, q, k, v, decay, beta, scale):
+    """The state [K, V] after a token, and its result [V]; all in fp32, the decay as a logarithm."""
+    k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
+    q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
+    state *= tl.exp(decay)
+    # Both sums read the same state: the second adds what this token stores.
+    delta = beta * (v - tl.sum(k[:, None] * state, 0))
+    out = tl.sum(q[:, None] * state, 0) + tl.sum(q * k, 0) * delta
+    return state + k[:, None] * delta[None, :], out
+
+
+@triton.jit
 def _normed_rows(x, row, head, valid, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rows [C, BLOCK_K] as they are in memory, and the factors [C] that normalize them."""
     column = tl.arange(0, BLOCK_K)

@@ -20,7 +20,12 @@ from atomc.kernels.triton.launch.launch import begin, item, overlap, unfit
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import DELTA_CHUNKS, DELTA_STEP
 from atomc.kernels.triton.recurrent.conv import equal_sequences, refuse_step
-from atomc.kernels.triton.recurrent.delta_chunks import EPS, MAX_WIDTH, DeltaRows, launch_chunks
+from atomc.kernels.triton.recurrent.delta_chunks import (
+    MAX_WIDTH,
+    DeltaRows,
+    delta_step,
+    launch_chunks,
+)
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -72,16 +77,10 @@ def _steps(
             k = tl.load(item(rows.k, row, head // GROUP) + key, key < K, 0.0)
             q = tl.load(item(rows.q, row, head // GROUP) + key, key < K, 0.0)
             v = tl.load(item(rows.v, row, head) + column, column < V, 0.0)
-            decay = tl.exp(tl.load(item(rows.g, row, head)).to(tl.float32))
+            decay = tl.load(item(rows.g, row, head)).to(tl.float32)
             beta = tl.load(item(rows.beta, row, head)).to(tl.float32)
             k, q, v = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
-            k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-            q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * rows.scale
-            state *= decay
-            # Both sums read the same state: the second adds what this token stores.
-            delta = beta * (v - tl.sum(k[:, None] * state, 0))
-            out = tl.sum(q[:, None] * state, 0) + tl.sum(q * k, 0) * delta
-            state += k[:, None] * delta[None, :]
+            state, out = delta_step(state, q, k, v, decay, beta, rows.scale)
             out = tl.where(real, out, 0.0).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + (row * N + head) * V + column, out, column < V)
         if rows.state is not None:
