@@ -5,6 +5,8 @@ The product quantizes queries in registers; codes are multiplied as fp16, which 
 exactly, and accumulated in fp32.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,11 +28,14 @@ from atomc.kernels.triton.latent.mla import (
 )
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
+    Indexed,
+    at,
     begin,
+    indexed,
     inner_sizes,
+    item,
     num_rows,
     overlap,
-    row_offset,
     rows_of,
 )
 from atomc.kernels.triton.rows.kv_write import (
@@ -57,72 +62,69 @@ from atomc.ops.op import Refusal
 
 # Tile of the product: tokens, and columns of the latent. Not measured on any GPU.
 BLOCK_M, BLOCK_L = 16, 64
+TILE_M, TILE_L = tl.constexpr(BLOCK_M), tl.constexpr(BLOCK_L)
+
+
+class HeadProduct(NamedTuple):
+    """Queries of a head times its weight [columns, depth]: a constant of a kernel.
+
+    group    columns of a query that have one scale
+    codes    the kind of fp8 codes; by_bits: the device has no instruction that rounds to it
+    mx_bias  of MXFP4, that of its rounding
+    """
+
+    scheme: str
+    columns: int
+    depth: int
+    group: int
+    codes: str
+    by_bits: bool
+    mx_bias: int
 
 
 @triton.jit
-def _product(
-    q_ptr,
-    weight_ptr,
-    weight_scale_ptr,
-    q_at,
-    inside,
-    head,
-    first,
-    w_head,
-    w_row,
-    s_head,
-    s_row,
-    L: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    SCHEME: tl.constexpr,
-    W_CODES: tl.constexpr,
-    Q_BY_BITS: tl.constexpr,
-    MX_BIAS: tl.constexpr,
-):
-    """Query rows of one head, quantized, times BLOCK_L rows of the weight from `first` on:
-    [BLOCK_M, BLOCK_L] in fp32.
+def _product(q_at, weight, weight_scale, inside, head, first, PRODUCT: tl.constexpr):
+    """Query rows of one head, quantized, times TILE_L rows of the weight from `first` on:
+    [TILE_M, TILE_L] in fp32.
     """
-    acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    out = first + tl.arange(0, BLOCK_L)
-    w_at = head.to(tl.int64) * w_head + out[:, None].to(tl.int64) * w_row
-    for start in range(0, P, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P)
-        q = tl.load(q_ptr + q_at + p[None, :], inside & (p < P)[None, :], 0.0).to(tl.float32)
-        there = (out < L)[:, None] & (p < P)[None, :]
+    CODES: tl.constexpr = PRODUCT.codes
+    acc = tl.zeros([TILE_M, TILE_L], tl.float32)
+    out = first + tl.arange(0, TILE_L)
+    w_at = item(weight, head.to(tl.int64), out[:, None].to(tl.int64))
+    for start in range(0, PRODUCT.depth, PRODUCT.group):
+        p = start + tl.arange(0, PRODUCT.group)
+        in_depth = (p < PRODUCT.depth)[None, :]
+        q = tl.load(q_at + p[None, :], inside & in_depth, 0.0).to(tl.float32)
+        there = (out < PRODUCT.columns)[:, None] & in_depth
         # A block of columns is a group with one scale.
-        if SCHEME == "fp8":
-            LARGEST: tl.constexpr = 240.0 if W_CODES == "fnuz" else 448.0
+        if PRODUCT.scheme == "fp8":
+            LARGEST: tl.constexpr = 240.0 if CODES == "fnuz" else 448.0
             scale = amax_scale(q, 1, LARGEST)[:, None]
-            codes = fp8_codes(q * tl.div_rn(1.0, scale), W_CODES == "fnuz", Q_BY_BITS)
-            weight = code_numbers(
-                tl.load(weight_ptr + w_at + p[None, :], there, 0), tl.float16, W_CODES
-            )
-            acc += tl.dot(code_numbers(codes, tl.float16, W_CODES), tl.trans(weight)) * scale
+            codes = fp8_codes(q * tl.div_rn(1.0, scale), CODES == "fnuz", PRODUCT.by_bits)
+            w = code_numbers(tl.load(w_at + p[None, :], there, 0), tl.float16, CODES)
+            acc += tl.dot(code_numbers(codes, tl.float16, CODES), tl.trans(w)) * scale
         else:
             amax = amax_bits(q, 1)
-            code = tl.maximum(((amax + MX_BIAS) >> 23) - 2, 0)
+            code = tl.maximum(((amax + PRODUCT.mx_bias) >> 23) - 2, 0)
             code = tl.where(amax >= 0x7F800000, 255, code)[:, None]
             values = e2m1_values(e2m1_codes(q * e8m0_values(tl.maximum(254 - code, 0)))).to(
                 tl.float16
             )
-            weight = e2m1_rows(weight_ptr + w_at, p[None, :], there)
-            s_at = head.to(tl.int64) * s_head + out.to(tl.int64) * s_row + start // 32
-            w_scale = e8m0_values(tl.load(weight_scale_ptr + s_at, out < L, 127))
-            acc += tl.dot(values, tl.trans(weight)) * e8m0_values(code) * w_scale[None, :]
-    if SCHEME == "fp8":
-        EXPONENTS: tl.constexpr = 128.0 * 128.0 if W_CODES == "fnuz" else 256.0 * 256.0
-        acc *= tl.load(weight_scale_ptr).to(tl.float32) * EXPONENTS
+            w = e2m1_rows(w_at, p[None, :], there)
+            s_at = item(weight_scale, head.to(tl.int64), out.to(tl.int64)) + start // 32
+            w_scale = e8m0_values(tl.load(s_at, out < PRODUCT.columns, 127))
+            acc += tl.dot(values, tl.trans(w)) * e8m0_values(code) * w_scale[None, :]
+    if PRODUCT.scheme == "fp8":
+        EXPONENTS: tl.constexpr = 128.0 * 128.0 if CODES == "fnuz" else 256.0 * 256.0
+        acc *= tl.load(weight_scale.ptr).to(tl.float32) * EXPONENTS
     return acc
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _bmm_rope_kv_write(
     q_nope,
-    weight_ptr,
-    weight_scale_ptr,
+    weight,
+    weight_scale,
     q_pe,
     kv_c,
     k_pe,
@@ -133,22 +135,10 @@ def _bmm_rope_kv_write(
     slots_ptr,
     rows,
     d1,
-    w_head,
-    w_row,
-    s_head,
-    s_row,
     c_sizes,
     p_sizes,
     HEADS: tl.constexpr,
-    L: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    SCHEME: tl.constexpr,
-    W_CODES: tl.constexpr,
-    Q_BY_BITS: tl.constexpr,
-    MX_BIAS: tl.constexpr,
+    PRODUCT: tl.constexpr,
     OUT: tl.constexpr,
     PARTS: tl.constexpr,
     CODES: tl.constexpr,
@@ -158,39 +148,20 @@ def _bmm_rope_kv_write(
     """Axis 1 of the grid: the tiles of the latent of each head, of which the first also rotates the
     queries; then one program that writes the cache.
     """
-    TILES: tl.constexpr = (L + BLOCK_L - 1) // BLOCK_L
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    L: tl.constexpr = PRODUCT.columns
+    TILES: tl.constexpr = (L + TILE_L - 1) // TILE_L
+    token = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
     part = tl.program_id(1)
     begin(PDL)
     if part < HEADS * TILES:
         head = part // TILES
-        first = part % TILES * BLOCK_L
+        first = part % TILES * TILE_L
         inside = token < rows
         row = token * HEADS + head
-        latent = _product(
-            q_nope.ptr,
-            weight_ptr,
-            weight_scale_ptr,
-            row_offset(row, d1, HEADS, q_nope.s0, q_nope.s1, q_nope.s2),
-            inside,
-            head,
-            first,
-            w_head,
-            w_row,
-            s_head,
-            s_row,
-            L,
-            P,
-            BLOCK_P,
-            BLOCK_M,
-            BLOCK_L,
-            SCHEME,
-            W_CODES,
-            Q_BY_BITS,
-            MX_BIAS,
-        )
+        q_at = at(q_nope, row, (d1, HEADS))
+        latent = _product(q_at, weight, weight_scale, inside, head, first, PRODUCT)
         latent = latent.to(q_nope.ptr.dtype.element_ty).to(tl.float32)
-        column = first + tl.arange(0, BLOCK_L)[None, :]
+        column = first + tl.arange(0, TILE_L)[None, :]
         tl.store(
             q_out_ptr + row.to(tl.int64) * (L + PARTS.columns) + column,
             latent.to(q_out_ptr.dtype.element_ty),
@@ -254,20 +225,18 @@ def refuse_product(
 refuse_bmm_rope_kv_write = first_refusal(refuse_mla_rope_kv_write, refuse_product)
 
 
-def _product_constants(
+def _product_of(
     q_nope: Tensor, weight: Tensor, scheme: str, group: int, dtype: torch.dtype, rounding: str
-) -> dict[str, int | bool | str]:
-    """What `_product` is compiled for."""
+) -> HeadProduct:
     fp8 = scheme == "fp8"
-    return dict(
-        P=q_nope.shape[-1],
-        BLOCK_P=group if fp8 else 32,
-        BLOCK_M=BLOCK_M,
-        BLOCK_L=BLOCK_L,
-        SCHEME=scheme,
-        W_CODES=codes_of(weight)["CODES"],
-        Q_BY_BITS=fp8 and lacks_fp8_rounding(dtype, weight.device),
-        MX_BIAS=MX_ROUNDINGS[rounding],
+    return HeadProduct(
+        scheme,
+        weight.shape[1],
+        q_nope.shape[-1],
+        group if fp8 else 32,
+        str(codes_of(weight)["CODES"]),
+        fp8 and lacks_fp8_rounding(dtype, weight.device),
+        MX_ROUNDINGS[rounding],
     )
 
 
@@ -298,8 +267,8 @@ def bmm_rope_kv_write(
     if rows := num_rows(kv_c):
         _bmm_rope_kv_write[(triton.cdiv(rows, BLOCK_M), heads * triton.cdiv(latent, BLOCK_L) + 1)](
             rows_of(q_nope),
-            byte_view(weight),
-            weight_scale,
+            indexed(byte_view(weight)),
+            Indexed(weight_scale, 0, 0) if scheme == "fp8" else indexed(weight_scale),
             *map(rows_of, (q_pe, kv_c, k_pe)),
             tables_of(cos, sin, q_pe),
             tables_of(cos, sin, k_pe),
@@ -308,12 +277,9 @@ def bmm_rope_kv_write(
             slots,
             rows,
             inner_sizes(q_nope)[0],
-            *weight.stride()[:2],
-            *((0, 0) if scheme == "fp8" else weight_scale.stride()[:2]),
             *map(inner_sizes, (kv_c, k_pe)),
             HEADS=heads,
-            L=latent,
-            **_product_constants(q_nope, weight, scheme, group, dtype, rounding),
+            PRODUCT=_product_of(q_nope, weight, scheme, group, dtype, rounding),
             OUT=TRITON_DTYPE[turned],
             PARTS=head_parts(q_pe, cos, rope_style),
             **codes_of(kv_cache),

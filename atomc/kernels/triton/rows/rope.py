@@ -37,16 +37,15 @@ from atomc.platform import Platform
 class HeadParts(NamedTuple):
     """What a row consists of, and how it is rotated: a constant of a kernel.
 
-    style              one of ROPE_STYLES; "": the row is not rotated
-    columns, half      the widths of a row, and of each part that is rotated
-    block, rest_block  columns of tiles of such a part, and of the rest
+    style          one of ROPE_STYLES; "": the row is not rotated
+    columns, half  the widths of a row, and of each of the two parts that are rotated
+    rest           that of what is behind them
     """
 
     style: str
     columns: int
     half: int = 0
-    block: int = 1
-    rest_block: int = 1
+    rest: int = 0
 
 
 class Tables(NamedTuple):
@@ -62,7 +61,7 @@ class Tables(NamedTuple):
 @triton.jit
 def _halves(inside, PARTS: tl.constexpr, PAIRS: tl.constexpr):
     """The columns of the two parts that are rotated, and which are there."""
-    i = tl.arange(0, PARTS.block)[None, :]
+    i = tl.arange(0, triton.next_power_of_2(PARTS.half))[None, :]
     inside = inside & (i < PARTS.half)
     if PAIRS:
         return 2 * i, 2 * i + 1, inside
@@ -73,7 +72,7 @@ def _halves(inside, PARTS: tl.constexpr, PAIRS: tl.constexpr):
 @triton.jit
 def _rest(inside, PARTS: tl.constexpr):
     """The columns behind them, and which are there."""
-    j = 2 * PARTS.half + tl.arange(0, PARTS.rest_block)[None, :]
+    j = 2 * PARTS.half + tl.arange(0, triton.next_power_of_2(PARTS.rest))[None, :]
     return j, inside & (j < PARTS.columns)
 
 
@@ -86,7 +85,7 @@ def _parts(at, inside, PARTS: tl.constexpr):
     a = tl.load(at + first, there, 0.0).to(tl.float32)
     b = tl.load(at + second, there, 0.0).to(tl.float32)
     rest = a
-    if PARTS.columns > 2 * PARTS.half:
+    if PARTS.rest > 0:
         j, there = _rest(inside, PARTS)
         rest = tl.load(at + j, there, 0.0).to(tl.float32)
     return a, b, rest
@@ -109,7 +108,7 @@ def store_parts(
     first, second, there = _halves(inside, PARTS, PAIRS)
     tl.store(at + first, stored_values(a, inverse, DTYPE, CODES, BY_BITS), there)
     tl.store(at + second, stored_values(b, inverse, DTYPE, CODES, BY_BITS), there)
-    if PARTS.columns > 2 * PARTS.half:
+    if PARTS.rest > 0:
         j, there = _rest(inside, PARTS)
         tl.store(at + j, stored_values(rest, inverse, DTYPE, CODES, BY_BITS), there)
 
@@ -138,7 +137,7 @@ def rotated(
     a, b, rest = _parts(at(x, row, sizes), inside, PARTS)
     if NORM != "":
         square = tl.sum(a * a, 1) + tl.sum(b * b, 1)
-        if PARTS.columns > 2 * PARTS.half:
+        if PARTS.rest > 0:
             square += tl.sum(rest * rest, 1)
         scale = tl.rsqrt(square / PARTS.columns + eps)[:, None]
         a_weight, b_weight, rest_weight = _parts(weight_ptr + row * 0, inside, PARTS)
@@ -228,8 +227,7 @@ def tables_of(cos: Tensor, sin: Tensor, x: Tensor) -> Tables:
 def head_parts(x: Tensor, cos: Tensor, style: str) -> HeadParts:
     """The parts of a row of x."""
     half = cos.shape[-1] * columns_per_angle(style) // 2
-    width, rest = x.shape[-1], max(x.shape[-1] - 2 * half, 1)
-    return HeadParts(style, width, half, *map(triton.next_power_of_2, (half, rest)))
+    return HeadParts(style, x.shape[-1], half, x.shape[-1] - 2 * half)
 
 
 def launch_arguments(
