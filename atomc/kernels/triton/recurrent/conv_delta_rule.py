@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, too_wide
-from atomc.kernels.triton.launch.launch import Indexed, begin, dot_size, indexed, item, overlap
+from atomc.kernels.triton.launch.launch import begin, dot_size, indexed, item, overlap
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import DELTA_DECODE
 from atomc.kernels.triton.recurrent.conv import causal_conv1d_update, refuse_causal_conv1d_update
@@ -42,11 +42,17 @@ MOST_HEADS = 256
 
 
 class Conv(NamedTuple):
-    """The convolution as one argument of a kernel, with its state [slots, taps - 1, C]."""
+    """The convolution as one argument of a kernel, and the strides of its weight [C, taps] and its
+    state [slots, taps - 1, C].
+    """
 
-    weight: Indexed | None
     bias: Tensor | None
-    state: Indexed | None
+    weight: Tensor
+    state: Tensor
+    channel: int
+    tap: int
+    slot: int
+    row: int
 
 
 @triton.jit
@@ -65,11 +71,12 @@ def _convolved(
     """
     x = tl.load(x_at + channel, inside, 0.0)
     total = tl.zeros(channel.shape, tl.float32)
+    weight_at = conv.weight + channel * conv.channel
     for tap in tl.static_range(TAPS - 1):
-        earlier = tl.load(state_at + tap * conv.state.s1 + channel, inside & remembers, 0.0)
-        weight = tl.load(item(conv.weight, channel, tap), inside, 0.0)
+        earlier = tl.load(state_at + tap * conv.row + channel, inside & remembers, 0.0)
+        weight = tl.load(weight_at + tap * conv.tap, inside, 0.0)
         total += earlier.to(tl.float32) * weight.to(tl.float32)
-    weight = tl.load(item(conv.weight, channel, TAPS - 1), inside, 0.0)
+    weight = tl.load(weight_at + (TAPS - 1) * conv.tap, inside, 0.0)
     total += x.to(tl.float32) * weight.to(tl.float32)
     if conv.bias is not None:
         total += tl.load(conv.bias + channel, inside, 0.0).to(tl.float32)
@@ -83,7 +90,7 @@ def _replace_inputs(conv, x_at, state_at, channel, inside, remembers, TAPS: tl.c
     """Move the inputs of these channels by one row, the last of which is that of x. No other
     program reads them any more.
     """
-    row, step = tl.arange(0, triton.next_power_of_2(TAPS - 1))[:, None], conv.state.s1
+    row, step = tl.arange(0, triton.next_power_of_2(TAPS - 1))[:, None], conv.row
     at, inside = state_at + row * step + channel[None, :], inside[None, :]
     kept = tl.load(at + step, inside & remembers & (row < TAPS - 2), 0.0)
     x = tl.load(x_at + channel[None, :] + row * 0, inside & (row == TAPS - 2), 0.0)
@@ -140,7 +147,7 @@ def _decode(
 
         row = start.to(tl.int64)
         x_at = x.ptr + row * x.s0
-        conv_at = conv.state.ptr + slot * conv.state.s0
+        conv_at = conv.state + slot * conv.slot
         q_channel = key_head * K + key
         k_channel = (N // GROUP + key_head) * K + key
         v_channel = 2 * (N // GROUP) * K + head * V + column
@@ -271,7 +278,7 @@ def launch_decode(
     block = min(tile["BLOCK_V"], triton.next_power_of_2(width))
     _decode[(triton.cdiv(width, block), heads, len(x))](
         indexed(x),
-        Conv(indexed(weight), bias, indexed(conv_state)),
+        Conv(bias, weight, conv_state, *weight.stride(), *conv_state.stride()[:2]),
         *map(indexed, (a, b)),
         A_log,
         dt_bias,

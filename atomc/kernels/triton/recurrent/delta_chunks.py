@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.kernels.triton.attention.sequences import tokens_of
-from atomc.kernels.triton.launch.launch import begin, dot_size, indexed, item, overlap
+from atomc.kernels.triton.launch.launch import Indexed, begin, dot_size, indexed, item, overlap
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.ops.delta_rule import L2_EPS
 
@@ -52,9 +52,9 @@ class DeltaRows(NamedTuple):
         g, beta = (x.reshape(-1, x.shape[-1]) for x in (self.g, self.beta))
         return self._replace(q=q, k=k, v=v, g=g, beta=beta)
 
-    def indexed(self) -> "DeltaRows":
-        """As one argument of a kernel, which indexes rows and heads, and slots."""
-        return DeltaRows._make((*map(indexed, self[:6]), *self[6:]))
+    def indexed(self) -> tuple[Indexed | Tensor | float | None, ...]:
+        """As arguments of a kernel, which indexes rows and heads, and slots."""
+        return *map(indexed, self[:6]), *self[6:]
 
     def sizes(self) -> dict[str, int]:
         heads, width = self.v.shape[-2:]
@@ -172,7 +172,16 @@ def _store(at, x, valid, plane, TERMS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
 def _systems(
-    rows,
+    q_rows,
+    k_rows,
+    v_rows,
+    g_rows,
+    beta_rows,
+    states,
+    query_start,
+    seq_lens,
+    state_slots,
+    scale,
     out_ptr,
     systems,
     num_rows,
@@ -197,9 +206,7 @@ def _systems(
     C: tl.constexpr = 64
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    s, start, end, _, first, _ = tokens_of(
-        tile, rows.query_start, rows.seq_lens, num_rows, num_sequences, C
-    )
+    s, start, end, _, first, _ = tokens_of(tile, query_start, seq_lens, num_rows, num_sequences, C)
     each = tl.arange(0, C)
     row = start + first + each
     valid = row < end
@@ -210,10 +217,10 @@ def _systems(
         tl.store(at, zeros, valid[:, None] & (column < V)[None, :])
     elif (end - start > MOST) & (start + first < end):
         key_head = head // GROUP
-        k, k_norm = _normed_rows(rows.k, row, key_head, valid, K, BLOCK_K)
-        q, q_norm = _normed_rows(rows.q, row, key_head, valid, K, BLOCK_K)
-        beta = tl.load(item(rows.beta, row.to(tl.int64), head), valid, 0.0).to(tl.float32)
-        coarse, fine = _decays(rows.g, row, head, valid)
+        k, k_norm = _normed_rows(k_rows, row, key_head, valid, K, BLOCK_K)
+        q, q_norm = _normed_rows(q_rows, row, key_head, valid, K, BLOCK_K)
+        beta = tl.load(item(beta_rows, row.to(tl.int64), head), valid, 0.0).to(tl.float32)
+        coarse, fine = _decays(g_rows, row, head, valid)
         earlier = each[:, None] > each[None, :]
         since = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
         same = each[:, None] == each[None, :]
@@ -223,7 +230,7 @@ def _systems(
         products *= k_norm[:, None] * k_norm[None, :] * beta[:, None]
         inverse = _inverse(tl.where(earlier, products * between, 0.0), TERMS)
         weights = tl.dot(q, turned, input_precision="ieee") * between
-        weights *= (q_norm * rows.scale)[:, None] * k_norm[None, :]
+        weights *= (q_norm * scale)[:, None] * k_norm[None, :]
         into = (row.to(tl.int64)[:, None] * N + head) * C + each[None, :]
         there, plane = valid[:, None], systems.plane
         _store(systems.inverse + into, inverse * beta[None, :], there, plane, TERMS)
@@ -234,7 +241,7 @@ def _systems(
         decay = tl.exp(coarse + fine)
         of_token = systems.factors + (row.to(tl.int64) * N + head) * 4
         tl.store(of_token, decay * k_norm, valid)
-        tl.store(of_token + 1, decay * q_norm * rows.scale, valid)
+        tl.store(of_token + 1, decay * q_norm * scale, valid)
         to_last = tl.exp((last_coarse - coarse) + (last_fine - fine))
         tl.store(of_token + 2, k_norm * to_last, valid)
         tl.store(of_token + 3, tl.exp(last_coarse + last_fine) + tl.zeros_like(decay), valid)
@@ -242,7 +249,16 @@ def _systems(
 
 @triton.jit
 def _walk(
-    rows,
+    q_rows,
+    k_rows,
+    v_rows,
+    g_rows,
+    beta_rows,
+    states,
+    query_start,
+    seq_lens,
+    state_slots,
+    scale,
     out_ptr,
     systems,
     N: tl.constexpr,
@@ -261,22 +277,22 @@ def _walk(
     MATRIX_TERMS: tl.constexpr = 1 if TERMS == 1 else 3
     head = tl.program_id(1)
     s = tl.program_id(2)
-    start = tl.load(rows.query_start + s)
-    end = tl.load(rows.query_start + s + 1)
+    start = tl.load(query_start + s)
+    end = tl.load(query_start + s + 1)
     if end - start > MOST:
         key = tl.arange(0, BLOCK_K)
         column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
         inside = (key < K)[:, None] & (column < V)[None, :]
         state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         state_at = key[:, None] * V + column[None, :]
-        if rows.state is not None:
-            length = tl.load(rows.seq_lens + s)
-            slot = tl.load(rows.state_slots + s).to(tl.int64)
-            state_at = rows.state.ptr + slot * rows.state.s0 + head * (K * V) + state_at
+        if states is not None:
+            length = tl.load(seq_lens + s)
+            slot = tl.load(state_slots + s).to(tl.int64)
+            state_at = states.ptr + slot * states.s0 + head * (K * V) + state_at
             state = tl.load(state_at, inside & (length > end - start), 0.0)
         each = tl.arange(0, C)
-        k_at = item(rows.k, 0, head // GROUP) + key[None, :]
-        q_at = item(rows.q, 0, head // GROUP) + key[None, :]
+        k_at = item(k_rows, 0, head // GROUP) + key[None, :]
+        q_at = item(q_rows, 0, head // GROUP) + key[None, :]
         passes_at = systems.factors + (start.to(tl.int64) * N + head) * 4 + 3
         none = tl.zeros([C, BLOCK_V], tl.float32)
         for first in range(start, end, C):
@@ -284,10 +300,10 @@ def _walk(
             valid = row < end
             at = row.to(tl.int64)
             there = valid[:, None] & (key < K)[None, :]
-            k = tl.load(k_at + at[:, None] * rows.k.s0, there, 0.0)
-            q = tl.load(q_at + at[:, None] * rows.q.s0, there, 0.0)
+            k = tl.load(k_at + at[:, None] * k_rows.s0, there, 0.0)
+            q = tl.load(q_at + at[:, None] * q_rows.s0, there, 0.0)
             there = valid[:, None] & (column < V)[None, :]
-            v = tl.load(item(rows.v, at[:, None], head) + column[None, :], there, 0.0)
+            v = tl.load(item(v_rows, at[:, None], head) + column[None, :], there, 0.0)
             square = (at[:, None] * N + head) * C + each[None, :]
             inverse = tl.load(systems.inverse + square, valid[:, None], 0.0)
             weights = tl.load(systems.weights + square, valid[:, None], 0.0)
@@ -315,7 +331,7 @@ def _walk(
             state = _product(tl.trans(k), tl.trans(k_low), stored, state * passes, TERMS)
             out_at = out_ptr + (at[:, None] * N + head) * V + column[None, :]
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), there)
-        if rows.state is not None:
+        if states is not None:
             tl.store(state_at, state, inside)
 
 
@@ -330,7 +346,7 @@ def _launch_systems(rows: DeltaRows, out: Tensor, most: int, terms: int) -> Syst
     factors = out.new_empty((num_rows, heads, 4), dtype=torch.float32)
     systems = Systems(inverse, weights, factors, inverse.stride(0))
     _systems[(tiles, heads)](
-        rows.indexed(),
+        *rows.indexed(),
         out,
         systems,
         num_rows,
@@ -353,7 +369,7 @@ def launch_chunks(rows: DeltaRows, out: Tensor, most: int, tile: Launch) -> None
     systems = _launch_systems(rows, out, most, terms)
     block = max(LEAST_COLUMNS, min(tile["BLOCK_V"], triton.next_power_of_2(width)))
     _walk[(triton.cdiv(width, block), heads, rows.seq_lens.shape[0])](
-        rows.indexed(),
+        *rows.indexed(),
         out,
         systems,
         **rows.sizes(),

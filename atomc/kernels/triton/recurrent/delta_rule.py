@@ -35,7 +35,16 @@ STEPS = 8
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
 def _steps(
-    rows,
+    q_rows,
+    k_rows,
+    v_rows,
+    g_rows,
+    beta_rows,
+    states,
+    query_start,
+    seq_lens,
+    state_slots,
+    scale,
     out_ptr,
     num_rows,
     num_sequences,
@@ -56,8 +65,8 @@ def _steps(
     head = tl.program_id(1)
     s = tl.program_id(2)
     real = s < num_sequences
-    start = tl.load(rows.query_start + s)
-    end = tl.load(rows.query_start + s + 1, mask=real, other=num_rows)
+    start = tl.load(query_start + s)
+    end = tl.load(query_start + s + 1, mask=real, other=num_rows)
     num_new = end - start
     if MOST > 0:
         num_new = tl.where(num_new <= MOST, num_new, 0)
@@ -67,23 +76,23 @@ def _steps(
         inside = (key < K)[:, None] & (column < V)[None, :]
         state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         state_at = key[:, None] * V + column[None, :]
-        if rows.state is not None:
-            length = tl.load(rows.seq_lens + s, mask=real, other=0)
-            slot = tl.load(rows.state_slots + s, mask=real, other=0).to(tl.int64)
-            state_at = rows.state.ptr + slot * rows.state.s0 + head * (K * V) + state_at
+        if states is not None:
+            length = tl.load(seq_lens + s, mask=real, other=0)
+            slot = tl.load(state_slots + s, mask=real, other=0).to(tl.int64)
+            state_at = states.ptr + slot * states.s0 + head * (K * V) + state_at
             state = tl.load(state_at, inside & real & (length > num_new), 0.0)
         for token in range(num_new):
             row = (start + token).to(tl.int64)
-            k = tl.load(item(rows.k, row, head // GROUP) + key, key < K, 0.0)
-            q = tl.load(item(rows.q, row, head // GROUP) + key, key < K, 0.0)
-            v = tl.load(item(rows.v, row, head) + column, column < V, 0.0)
-            decay = tl.load(item(rows.g, row, head)).to(tl.float32)
-            beta = tl.load(item(rows.beta, row, head)).to(tl.float32)
+            k = tl.load(item(k_rows, row, head // GROUP) + key, key < K, 0.0)
+            q = tl.load(item(q_rows, row, head // GROUP) + key, key < K, 0.0)
+            v = tl.load(item(v_rows, row, head) + column, column < V, 0.0)
+            decay = tl.load(item(g_rows, row, head)).to(tl.float32)
+            beta = tl.load(item(beta_rows, row, head)).to(tl.float32)
             k, q, v = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
-            state, out = delta_step(state, q, k, v, decay, beta, rows.scale)
+            state, out = delta_step(state, q, k, v, decay, beta, scale)
             out = tl.where(real, out, 0.0).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + (row * N + head) * V + column, out, column < V)
-        if rows.state is not None:
+        if states is not None:
             tl.store(state_at, state, inside & real)
 
 
@@ -183,7 +192,7 @@ def launch_steps(rows: DeltaRows, out: Tensor, most: int, tile: Launch) -> None:
     num_sequences = rows.seq_lens.shape[0]
     block = min(tile["BLOCK_V"], triton.next_power_of_2(width))
     _steps[(triton.cdiv(width, block), heads, num_sequences + (0 if most else 1))](
-        rows.indexed(),
+        *rows.indexed(),
         out,
         num_rows,
         num_sequences,

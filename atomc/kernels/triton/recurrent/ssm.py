@@ -19,7 +19,6 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import gapped, no_bf16_products, too_wide, unlike
 from atomc.kernels.triton.launch.launch import (
-    Indexed,
     begin,
     dot_size,
     indexed,
@@ -39,7 +38,7 @@ FEW, WALKED, CHUNK, COLUMNS = 8, 4096, 64, 64
 
 
 class Scan(NamedTuple):
-    """The operands of the op, and its result, as one argument of a kernel."""
+    """The contiguous operands of the op, and its result, as one argument of a kernel."""
 
     a_log: Tensor
     d: Tensor
@@ -49,10 +48,6 @@ class Scan(NamedTuple):
     query_start: Tensor
     seq_lens: Tensor
     state_slots: Tensor
-    x: Indexed | None
-    dt: Indexed | None
-    b: Indexed | None
-    c: Indexed | None
 
 
 @triton.jit
@@ -72,6 +67,10 @@ def _of_head(scan, n):
 @triton.jit
 def _walk(
     scan,
+    xs,
+    dts,
+    bs,
+    cs,
     most,
     N: tl.constexpr,
     P: tl.constexpr,
@@ -102,11 +101,11 @@ def _walk(
         g = n // HEADS_PER_GROUP
         for t in range(start, end):
             row = tl.cast(t, tl.int64)
-            dt = tl.load(item(scan.dt, row, n)).to(tl.float32)
+            dt = tl.load(item(dts, row, n)).to(tl.float32)
             step = _step_sizes(dt, bias, DT_MIN, DT_MAX)
-            x = tl.load(item(scan.x, row, n) + p, p < P, 0.0).to(tl.float32)
-            b = tl.load(item(scan.b, row, g) + j, j < S, 0.0).to(tl.float32)
-            c = tl.load(item(scan.c, row, g) + j, j < S, 0.0).to(tl.float32)
+            x = tl.load(item(xs, row, n) + p, p < P, 0.0).to(tl.float32)
+            b = tl.load(item(bs, row, g) + j, j < S, 0.0).to(tl.float32)
+            c = tl.load(item(cs, row, g) + j, j < S, 0.0).to(tl.float32)
             state = state * tl.exp(a * step) + (x * step)[:, None] * b[None, :]
             y = tl.sum(state * c[None, :], 1) + d * x
             tl.store(scan.out + (row * N + n) * P + p, y.to(scan.out.dtype.element_ty), p < P)
@@ -119,6 +118,10 @@ def _walk(
 @triton.jit
 def _chunks(
     scan,
+    xs,
+    dts,
+    bs,
+    cs,
     few,
     N: tl.constexpr,
     P: tl.constexpr,
@@ -150,13 +153,13 @@ def _chunks(
         for first in range(start, end, CHUNK):
             there = token < end - first
             row = tl.cast(first, tl.int64) + token
-            dt = tl.load(item(scan.dt, row, n), there, 0.0).to(tl.float32)
+            dt = tl.load(item(dts, row, n), there, 0.0).to(tl.float32)
             step = tl.where(there, _step_sizes(dt, bias, DT_MIN, DT_MAX), 0.0)
             real_x = there[:, None] & (p < P)[None, :]
             real_s = there[:, None] & (j < S)[None, :]
-            x = tl.load(item(scan.x, row[:, None], n) + p[None, :], real_x, 0.0).to(tl.float32)
-            b = tl.load(item(scan.b, row[:, None], g) + j[None, :], real_s, 0.0)
-            c = tl.load(item(scan.c, row[:, None], g) + j[None, :], real_s, 0.0)
+            x = tl.load(item(xs, row[:, None], n) + p[None, :], real_x, 0.0).to(tl.float32)
+            b = tl.load(item(bs, row[:, None], g) + j[None, :], real_s, 0.0)
+            c = tl.load(item(cs, row[:, None], g) + j[None, :], real_s, 0.0)
             u = x * step[:, None]
             # Logarithms of decays since the chunk began, and between two tokens: as the difference
             # of two of the first, a small one would lose its digits.
@@ -232,15 +235,14 @@ def ssm_scan_update(
     # As many rows as sequences: row s is of sequence s, or padding.
     decode = num_rows == sequences
     out = (torch.empty if decode else torch.zeros)(x.shape, dtype=x.dtype, device=x.device)
-    step = query_start, seq_lens, state_slots
-    of_heads = map(indexed, (rows, by_head, b, c))
-    scan = Scan(a_log, d, dt_bias, recurrent_state, out, *step, *of_heads)
+    scan = Scan(a_log, d, dt_bias, recurrent_state, out, query_start, seq_lens, state_slots)
+    operands = scan, *map(indexed, (rows, by_head, b, c))
     sizes = {"N": heads, "P": width, "S": state, "HEADS_PER_GROUP": heads // groups}
     limits = {"DT_MIN": dt_min, "DT_MAX": dt_max}
     wide_s = triton.next_power_of_2(state)
     block_p = min(triton.next_power_of_2(width), max(1, WALKED // wide_s))
     _walk[(sequences, heads, triton.cdiv(width, block_p))](
-        scan,
+        *operands,
         num_rows if decode else FEW,
         **sizes,
         **limits,
@@ -253,7 +255,7 @@ def ssm_scan_update(
     if not decode:
         block_p = min(dot_size(width), COLUMNS)
         _chunks[(sequences, heads, triton.cdiv(width, block_p))](
-            scan,
+            *operands,
             FEW,
             **sizes,
             **limits,

@@ -41,10 +41,12 @@ def _norm_pair(
     PDL: tl.constexpr,
 ):
     begin(PDL)
+    # Triton 3.6 forgets constants in tuples of tuples after a branch.
+    y, _, _, y_weight_ptr, y_kept, y_out = y
     if tl.program_id(1) == 0:
         quantize_norm(*x, rows, sizes, eps, X, ROWS, STYLE)
     else:
-        quantize_norm(*y, rows, sizes, eps, Y, ROWS, STYLE)
+        quantize_norm(y, None, None, y_weight_ptr, y_kept, y_out, rows, sizes, eps, Y, ROWS, STYLE)
 
 
 def _launch(like: Tensor, x: RowNorm, y: RowNorm, eps: float, style: str) -> None:
