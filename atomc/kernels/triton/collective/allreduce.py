@@ -28,13 +28,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.launch.launch import begin, overlap
 from atomc.kernels.triton.rows.norm import normed_dtype, weighted
 from atomc.torch_compat.peer_memory import EMPTY, ROW_BYTES, PeerMemory
 
-_EMPTY_16 = tl.constexpr(EMPTY)
-_EMPTY_32 = tl.constexpr(EMPTY * 2**16 + 2**15)  # two of them
+_EMPTY_16 = constexpr(EMPTY)
+_EMPTY_32 = constexpr(EMPTY * 2**16 + 2**15)  # two of them
 
 
 @triton.jit
@@ -48,23 +49,23 @@ def _exchange(
     out_ptr,
     sum_ptr,
     eps,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    RANK: tl.constexpr,
-    N: tl.constexpr,
-    STYLE: tl.constexpr,
-    PUSH: tl.constexpr,
-    REDUCE: tl.constexpr,
-    PDL: tl.constexpr,
+    D: constexpr,
+    BLOCK: constexpr,
+    ROWS: constexpr,
+    STRIDE: constexpr,
+    RANK: constexpr,
+    N: constexpr,
+    STYLE: constexpr,
+    PUSH: constexpr,
+    REDUCE: constexpr,
+    PDL: constexpr,
 ):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < D
     at = row * D + column
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    EMPTY: tl.constexpr = _EMPTY_32 if dtype.primitive_bitwidth == 32 else _EMPTY_16
+    dtype: constexpr = x_ptr.dtype.element_ty
+    EMPTY: constexpr = _EMPTY_32 if dtype.primitive_bitwidth == 32 else _EMPTY_16
     begin(PDL)
     half = tl.load(halves_ptr + row)
     bits = tl.load(x_ptr + at, inside, 0.0).to(buffers[0].dtype.element_ty, bitcast=True)

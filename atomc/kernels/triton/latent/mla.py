@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import (
@@ -60,11 +61,11 @@ def write_latents(
     rows,
     c_sizes,
     p_sizes,
-    L: tl.constexpr,
-    OUT: tl.constexpr,
-    PARTS: tl.constexpr,
-    CODES: tl.constexpr,
-    BY_BITS: tl.constexpr,
+    L: constexpr,
+    OUT: constexpr,
+    PARTS: constexpr,
+    CODES: constexpr,
+    BY_BITS: constexpr,
 ):
     """Write the tokens `row` [ROWS, 1] into the cache: the latent, then the key, rotated unless the
     style of PARTS is "".
@@ -90,9 +91,9 @@ def rotate_query(
     row,
     inside,
     sizes,
-    P: tl.constexpr,
-    OUT: tl.constexpr,
-    PARTS: tl.constexpr,
+    P: constexpr,
+    OUT: constexpr,
+    PARTS: constexpr,
 ):
     """Rotate query rows (token * heads + head) into the columns of the result from P on."""
     parts = rotated(q_pe, row, inside, sizes, None, tables, 0.0, OUT, PARTS, "")
@@ -109,12 +110,12 @@ def _mla_kv_write(
     rows,
     c_sizes,
     p_sizes,
-    L: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CODES: tl.constexpr,
-    BY_BITS: tl.constexpr,
-    PDL: tl.constexpr,
+    L: constexpr,
+    PARTS: constexpr,
+    ROWS: constexpr,
+    CODES: constexpr,
+    BY_BITS: constexpr,
+    PDL: constexpr,
 ):
     begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -153,14 +154,14 @@ def _mla_rope_kv_write(
     q_sizes,
     c_sizes,
     p_sizes,
-    P: tl.constexpr,
-    L: tl.constexpr,
-    OUT: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CODES: tl.constexpr,
-    BY_BITS: tl.constexpr,
-    PDL: tl.constexpr,
+    P: constexpr,
+    L: constexpr,
+    OUT: constexpr,
+    PARTS: constexpr,
+    ROWS: constexpr,
+    CODES: constexpr,
+    BY_BITS: constexpr,
+    PDL: constexpr,
 ):
     program = tl.program_id(0)
     begin(PDL)

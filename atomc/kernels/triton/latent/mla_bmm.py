@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
@@ -62,7 +63,7 @@ from atomc.ops.op import Refusal
 
 # Tile of the product: tokens, and columns of the latent. Not measured on any GPU.
 BLOCK_M, BLOCK_L = 16, 64
-TILE_M, TILE_L = tl.constexpr(BLOCK_M), tl.constexpr(BLOCK_L)
+TILE_M, TILE_L = constexpr(BLOCK_M), constexpr(BLOCK_L)
 
 
 class HeadProduct(NamedTuple):
@@ -83,11 +84,11 @@ class HeadProduct(NamedTuple):
 
 
 @triton.jit
-def _product(q_at, weight, weight_scale, inside, head, first, PRODUCT: tl.constexpr):
+def _product(q_at, weight, weight_scale, inside, head, first, PRODUCT: constexpr):
     """Query rows of one head, quantized, times TILE_L rows of the weight from `first` on:
     [TILE_M, TILE_L] in fp32.
     """
-    CODES: tl.constexpr = PRODUCT.codes
+    CODES: constexpr = PRODUCT.codes
     acc = tl.zeros([TILE_M, TILE_L], tl.float32)
     out = first + tl.arange(0, TILE_L)
     w_at = item(weight, head.to(tl.int64), out[:, None].to(tl.int64))
@@ -98,7 +99,7 @@ def _product(q_at, weight, weight_scale, inside, head, first, PRODUCT: tl.conste
         there = (out < PRODUCT.columns)[:, None] & in_depth
         # A block of columns is a group with one scale.
         if PRODUCT.scheme == "fp8":
-            LARGEST: tl.constexpr = 240.0 if CODES == "fnuz" else 448.0
+            LARGEST: constexpr = 240.0 if CODES == "fnuz" else 448.0
             scale = amax_scale(q, 1, LARGEST)[:, None]
             codes = fp8_codes(q * tl.div_rn(1.0, scale), CODES == "fnuz", PRODUCT.by_bits)
             w = code_numbers(tl.load(w_at + p[None, :], there, 0), tl.float16, CODES)
@@ -115,7 +116,7 @@ def _product(q_at, weight, weight_scale, inside, head, first, PRODUCT: tl.conste
             w_scale = e8m0_values(tl.load(s_at, out < PRODUCT.columns, 127))
             acc += tl.dot(values, tl.trans(w)) * e8m0_values(code) * w_scale[None, :]
     if PRODUCT.scheme == "fp8":
-        EXPONENTS: tl.constexpr = 128.0 * 128.0 if CODES == "fnuz" else 256.0 * 256.0
+        EXPONENTS: constexpr = 128.0 * 128.0 if CODES == "fnuz" else 256.0 * 256.0
         acc *= tl.load(weight_scale.ptr).to(tl.float32) * EXPONENTS
     return acc
 
@@ -137,19 +138,19 @@ def _bmm_rope_kv_write(
     d1,
     c_sizes,
     p_sizes,
-    HEADS: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    OUT: tl.constexpr,
-    PARTS: tl.constexpr,
-    CODES: tl.constexpr,
-    BY_BITS: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: constexpr,
+    PRODUCT: constexpr,
+    OUT: constexpr,
+    PARTS: constexpr,
+    CODES: constexpr,
+    BY_BITS: constexpr,
+    PDL: constexpr,
 ):
     """Axis 1 of the grid: the tiles of the latent of each head, of which the first also rotates the
     queries; then one program that writes the cache.
     """
-    L: tl.constexpr = PRODUCT.columns
-    TILES: tl.constexpr = (L + TILE_L - 1) // TILE_L
+    L: constexpr = PRODUCT.columns
+    TILES: constexpr = (L + TILE_L - 1) // TILE_L
     token = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
     part = tl.program_id(1)
     begin(PDL)

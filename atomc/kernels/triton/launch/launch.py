@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.graph.sizes import known_equal
 from atomc.ops.formats import FLOATS
@@ -151,21 +152,21 @@ def register_limit(device: torch.device) -> dict[str, int]:
 
 
 @triton.jit
-def wait_for_last(PDL: tl.constexpr):
+def wait_for_last(PDL: constexpr):
     """Wait until the writes of preceding kernels are visible. Call it before any load or store."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def let_next_start(PDL: tl.constexpr):
+def let_next_start(PDL: constexpr):
     """Allow the launch of the next kernel, once all programs have called this; it then waits."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
+def begin(PDL: constexpr):
     """Start a short kernel: let the next one start, then wait for the last one."""
     let_next_start(PDL)
     wait_for_last(PDL)
@@ -195,7 +196,7 @@ def item(x, i, j):
 
 
 @triton.jit
-def row_tile(rows, columns, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def row_tile(rows, columns, first, ROWS: constexpr, BLOCK: constexpr):
     """Rows [ROWS, 1] of this program, columns [1, BLOCK] from the first on, and which are there."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = first + tl.arange(0, BLOCK)[None, :]
@@ -215,7 +216,7 @@ def store_rows(tensor, row, column, sizes, value, inside):
 
 
 @triton.jit
-def tile_of(down, across, TALL: tl.constexpr):
+def tile_of(down, across, TALL: constexpr):
     """The numbers, down and across, of the tile of this program."""
     # Programs that run at the same time share a band of TALL tiles, so that their operands stay in
     # the L2 cache.

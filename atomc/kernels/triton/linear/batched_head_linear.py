@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.attention.attention_tiles import has_room, multiprocessors
 from atomc.kernels.triton.attention.sequences import some_have_prefix
@@ -55,14 +56,14 @@ def _queries_to_latents(
     num_rows,
     num_sequences,
     heads_each,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    L: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
+    H: constexpr,
+    P: constexpr,
+    R: constexpr,
+    L: constexpr,
+    BLOCK_P: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    PDL: constexpr,
 ):
     wait_for_last(PDL)
     first = tl.program_id(0) * BLOCK_M
@@ -95,13 +96,13 @@ def _add_values(
     new_lse_ptr,
     num_rows,
     heads_each,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    H: constexpr,
+    L: constexpr,
+    V: constexpr,
+    BLOCK_V: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_K: constexpr,
+    PDL: constexpr,
 ):
     """Whether a row has keys is the same for all heads; a result without is uninitialized."""
     wait_for_last(PDL)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
@@ -48,9 +49,7 @@ class Scales(NamedTuple):
 
 
 @triton.jit
-def store_product(
-    sums, scales, bias_ptr, out_ptr, m, n, M, N, inside, BLOCKS: tl.constexpr = False
-):
+def store_product(sums, scales, bias_ptr, out_ptr, m, n, M, N, inside, BLOCKS: constexpr = False):
     """Store the sums, times the scales of rows unless BLOCKS, plus the bias, in rows m and columns
     n, which broadcast to the shape of the sums.
     """
@@ -72,12 +71,12 @@ def _multiplied_rows(
     M,
     sizes,
     N,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    EARLY: constexpr,
+    PDL: constexpr,
 ):
     # Three dimensions from the start: with a later expansion, one of the operands would be
     # converted to another layout in each step.
@@ -110,14 +109,14 @@ def multiply_parts(
     m,
     M,
     N,
-    K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    BLOCKS: constexpr,
+    WHOLE: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    PARTS: constexpr,
+    PDL: constexpr,
 ):
     """Rows m of x, which are at x_at, times some rows of the weight, by tensor cores. K is split
     into PARTS, each computed by its own warps. BLOCKS: sums of 128 columns have scales; WHOLE:
@@ -125,14 +124,14 @@ def multiply_parts(
     """
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
-    LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
+    LENGTH: constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
     part = tl.arange(0, PARTS)
     k = part[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
     x_at = x_at[None, :, None] + k
     weight_at = weight_ptr + n.to(tl.int64)[None, :, None] * K + k
-    WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    WIDE: constexpr = tl.int32 if WHOLE else tl.float32
     # The MMA instruction is 16 rows by 8 columns.
-    SWAP: tl.constexpr = BLOCK_M < 16
+    SWAP: constexpr = BLOCK_M < 16
     wait_for_last(PDL)
     sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), WIDE)
     for start in range(0, LENGTH, BLOCK_K):
@@ -174,12 +173,12 @@ def _tensor_core_product(
     M,
     sizes,
     N,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    PARTS: constexpr,
+    PDL: constexpr,
 ):
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     x_at = at(x, m, sizes)

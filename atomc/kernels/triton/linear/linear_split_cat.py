@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import strided, unknown, unlike, wrong_rank
@@ -52,17 +53,17 @@ def _linear_split_cat(
     scale_sizes,
     s_group,
     d1,
-    HEADS: tl.constexpr,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    V: tl.constexpr,
-    R: tl.constexpr,
-    SCHEME: tl.constexpr,
-    CODES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: constexpr,
+    K: constexpr,
+    P: constexpr,
+    V: constexpr,
+    R: constexpr,
+    SCHEME: constexpr,
+    CODES: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    PDL: constexpr,
 ):
     """Axis 1 of the grid: tiles of the weight's rows, then tiles of all heads' rotated keys."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import gapped, unlike
@@ -42,13 +43,13 @@ def _shrink(
     thin_ptr,
     M,
     x_stride,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    LENGTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    R: constexpr,
+    LENGTH: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_R: constexpr,
+    BLOCK_K: constexpr,
+    PDL: constexpr,
 ):
     begin(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -78,16 +79,16 @@ def _expand(
     out_ptr,
     M,
     y_stride,
-    ENDS: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    RANK: tl.constexpr,
-    ADAPTERS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
+    ENDS: constexpr,
+    N: constexpr,
+    R: constexpr,
+    RANK: constexpr,
+    ADAPTERS: constexpr,
+    PARTS: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_R: constexpr,
+    PDL: constexpr,
 ):
     begin(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.launch.launch import let_next_start, overlap, wait_for_last
 from atomc.kernels.triton.launch.tile_table import LoraTile
@@ -21,7 +22,7 @@ MAX_ROWS = 16
 
 
 @triton.jit
-def layer_of(n, ENDS: tl.constexpr):
+def layer_of(n, ENDS: constexpr):
     """The number of the merged layer of columns n of y; ENDS: where each ends."""
     return (n >= ENDS[0]).to(tl.int32) + (n >= ENDS[1]).to(tl.int32) + (n >= ENDS[2]).to(tl.int32)
 
@@ -34,11 +35,11 @@ def _shrink_row(
     thin_ptr,
     M,
     x_stride,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    R: constexpr,
+    BLOCK_R: constexpr,
+    BLOCK_K: constexpr,
+    PDL: constexpr,
 ):
     let_next_start(PDL)
     part, m = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -65,14 +66,14 @@ def _expand_row(
     out_ptr,
     M,
     y_stride,
-    ENDS: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    RANK: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
+    ENDS: constexpr,
+    N: constexpr,
+    R: constexpr,
+    RANK: constexpr,
+    PARTS: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_R: constexpr,
+    PDL: constexpr,
 ):
     let_next_start(PDL)
     first, m = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)

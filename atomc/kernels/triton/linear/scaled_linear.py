@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, no_fp8_products, unlike, wrong_result
@@ -42,19 +43,19 @@ def _row(
     out_ptr,
     M,
     N,
-    K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    BLOCKS: constexpr,
+    WHOLE: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    EARLY: constexpr,
+    PDL: constexpr,
 ):
     """One row of x a program. A thread sums CODES neighbours, one load of each operand, by itself:
     sums and scales of blocks are then held and multiplied once for CODES columns.
     """
-    CODES: tl.constexpr = 16
-    WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    CODES: constexpr = 16
+    WIDE: constexpr = tl.int32 if WHOLE else tl.float32
     m = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
@@ -94,14 +95,14 @@ def _tensor_core_product(
     out_ptr,
     M,
     N,
-    K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    BLOCKS: constexpr,
+    WHOLE: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    PARTS: constexpr,
+    PDL: constexpr,
 ):
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     x_at = x_ptr + m.to(tl.int64) * K

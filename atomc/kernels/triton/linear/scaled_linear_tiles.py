@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal
@@ -32,13 +33,13 @@ def _tiles(
     out_ptr,
     M,
     N,
-    K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TALL: tl.constexpr,
+    K: constexpr,
+    BLOCKS: constexpr,
+    WHOLE: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    TALL: constexpr,
 ):
     down, across = tile_of(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), TALL)
     first = across * BLOCK_N
@@ -47,7 +48,7 @@ def _tiles(
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
     weight_at = weight_ptr + n.to(tl.int64)[None, :] * K + k[:, None]
-    WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    WIDE: constexpr = tl.int32 if WHOLE else tl.float32
     sums = tl.zeros((BLOCK_M, BLOCK_N), WIDE)
     for start in range(0, K, BLOCK_K):
         in_x, in_weight = (m < M)[:, None], (n < N)[None, :]

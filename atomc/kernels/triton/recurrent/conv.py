@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
@@ -36,13 +37,13 @@ def _convolve(
     state_slots,
     num_rows,
     num_sequences,
-    C: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BY_SEQUENCE: tl.constexpr,
-    SILU: tl.constexpr,
-    PDL: tl.constexpr,
+    C: constexpr,
+    TAPS: constexpr,
+    BLOCK_C: constexpr,
+    BLOCK_T: constexpr,
+    BY_SEQUENCE: constexpr,
+    SILU: constexpr,
+    PDL: constexpr,
 ):
     """One tile, or with BY_SEQUENCE all tiles of a sequence."""
     begin(PDL)

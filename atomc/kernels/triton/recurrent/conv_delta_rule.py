@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, too_wide
@@ -63,8 +64,8 @@ def _convolved(
     channel,
     inside,
     remembers,
-    TAPS: tl.constexpr,
-    SILU: tl.constexpr,
+    TAPS: constexpr,
+    SILU: constexpr,
 ):
     """The convolution of one row in these channels, rounded as the reference rounds it, in fp32.
     x_at, state_at: of channel 0.
@@ -86,7 +87,7 @@ def _convolved(
 
 
 @triton.jit
-def _replace_inputs(conv, x_at, state_at, channel, inside, remembers, TAPS: tl.constexpr):
+def _replace_inputs(conv, x_at, state_at, channel, inside, remembers, TAPS: constexpr):
     """Move the inputs of these channels by one row, the last of which is that of x. No other
     program reads them any more.
     """
@@ -115,16 +116,16 @@ def _decode(
     state_slots,
     arrived_ptr,
     scale,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    TAPS: tl.constexpr,
-    SILU: tl.constexpr,
-    RATE_SCALE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr,
+    GROUP: constexpr,
+    K: constexpr,
+    V: constexpr,
+    TAPS: constexpr,
+    SILU: constexpr,
+    RATE_SCALE: constexpr,
+    BLOCK_K: constexpr,
+    BLOCK_V: constexpr,
+    PDL: constexpr,
 ):
     """Row s is the new token of sequence s, or both are padding."""
     begin(PDL)

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.attention.sequences import tokens_of
 from atomc.kernels.triton.launch.launch import Indexed, begin, dot_size, indexed, item, overlap
@@ -27,7 +28,7 @@ from atomc.ops.delta_rule import L2_EPS
 CHUNK, MAX_WIDTH = 64, 256
 # Of 16 columns Triton 3.6 makes reads of shared memory outside of it, for sm90.
 LEAST_COLUMNS = 32
-EPS = tl.constexpr(L2_EPS)
+EPS = constexpr(L2_EPS)
 
 
 class DeltaRows(NamedTuple):
@@ -92,7 +93,7 @@ def delta_step(state, q, k, v, decay, beta, scale):
 
 
 @triton.jit
-def _normed_rows(x, row, head, valid, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _normed_rows(x, row, head, valid, K: constexpr, BLOCK_K: constexpr):
     """Rows [C, BLOCK_K] as they are in memory, and the factors [C] that normalize them."""
     column = tl.arange(0, BLOCK_K)
     at = item(x, 0, head) + row.to(tl.int64)[:, None] * x.s0 + column[None, :]
@@ -120,7 +121,7 @@ def _bf16_terms(x):
 
 
 @triton.jit
-def _product(x, low, y, sums, TERMS: tl.constexpr):
+def _product(x, low, y, sums, TERMS: constexpr):
     """sums + (x + low) @ y in fp32, y in fp32. TERMS 1: all in fp32, without low; 2: low is 0."""
     if TERMS == 1:
         return tl.dot(x.to(tl.float32), y, sums, input_precision="ieee")
@@ -132,7 +133,7 @@ def _product(x, low, y, sums, TERMS: tl.constexpr):
 
 
 @triton.jit
-def _matrix_product(x, y, TERMS: tl.constexpr):
+def _matrix_product(x, y, TERMS: constexpr):
     """x @ y, both in fp32 and square."""
     if TERMS == 1:
         return tl.dot(x, y, input_precision="ieee")
@@ -142,7 +143,7 @@ def _matrix_product(x, y, TERMS: tl.constexpr):
 
 
 @triton.jit
-def _inverse(lower, TERMS: tl.constexpr):
+def _inverse(lower, TERMS: constexpr):
     """The inverse of 1 + lower [64, 64], which is zero on its diagonal and above.
 
     By blocks on the diagonal, each of two whose inverses A and B are known: with X below them, the
@@ -160,7 +161,7 @@ def _inverse(lower, TERMS: tl.constexpr):
 
 
 @triton.jit
-def _store(at, x, valid, plane, TERMS: tl.constexpr):
+def _store(at, x, valid, plane, TERMS: constexpr):
     """x in fp32, or as two terms in bf16 in two planes."""
     if TERMS == 1:
         tl.store(at, x, valid)
@@ -186,14 +187,14 @@ def _systems(
     systems,
     num_rows,
     num_sequences,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    MOST: tl.constexpr,
-    TERMS: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr,
+    GROUP: constexpr,
+    K: constexpr,
+    V: constexpr,
+    BLOCK_K: constexpr,
+    MOST: constexpr,
+    TERMS: constexpr,
+    PDL: constexpr,
 ):
     """For one chunk of one head, if its sequence has more than MOST new tokens: the rows of inverse
     (times beta) and weights [planes, T, N, C] and of factors [T, N, 4]. Zeros in the rows of the
@@ -203,7 +204,7 @@ def _systems(
              key where it is stored, and of the state, from the chunk before
     """
     begin(PDL)
-    C: tl.constexpr = 64
+    C: constexpr = 64
     tile = tl.program_id(0)
     head = tl.program_id(1)
     s, start, end, _, first, _ = tokens_of(tile, query_start, seq_lens, num_rows, num_sequences, C)
@@ -261,20 +262,20 @@ def _walk(
     scale,
     out_ptr,
     systems,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MOST: tl.constexpr,
-    TERMS: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr,
+    GROUP: constexpr,
+    K: constexpr,
+    V: constexpr,
+    BLOCK_K: constexpr,
+    BLOCK_V: constexpr,
+    MOST: constexpr,
+    TERMS: constexpr,
+    PDL: constexpr,
 ):
     """Some columns of the values of one head, over all chunks of a sequence."""
     begin(PDL)
-    C: tl.constexpr = 64
-    MATRIX_TERMS: tl.constexpr = 1 if TERMS == 1 else 3
+    C: constexpr = 64
+    MATRIX_TERMS: constexpr = 1 if TERMS == 1 else 3
     head = tl.program_id(1)
     s = tl.program_id(2)
     start = tl.load(query_start + s)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal, spell_shape
@@ -23,7 +24,7 @@ def decay_of(a, A_log, dt_bias):
 
 
 @triton.jit
-def rate_of(b, RATE_SCALE: tl.constexpr):
+def rate_of(b, RATE_SCALE: constexpr):
     """beta in fp32, rounded to the dtype of b as the reference rounds it."""
     rate = tl.sigmoid(b.to(tl.float32)).to(b.dtype)
     if RATE_SCALE != 1.0:
@@ -40,10 +41,10 @@ def _delta_gates(
     g_ptr,
     beta_ptr,
     numel,
-    N: tl.constexpr,
-    RATE_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr,
+    RATE_SCALE: constexpr,
+    BLOCK: constexpr,
+    PDL: constexpr,
 ):
     begin(PDL)
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -12,6 +12,7 @@ T rows, H key heads, N value heads, K key width, V value width, S sequences.
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
@@ -48,14 +49,14 @@ def _steps(
     out_ptr,
     num_rows,
     num_sequences,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MOST: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr,
+    GROUP: constexpr,
+    K: constexpr,
+    V: constexpr,
+    BLOCK_K: constexpr,
+    BLOCK_V: constexpr,
+    MOST: constexpr,
+    PDL: constexpr,
 ):
     """All new tokens of a sequence, if there are at most MOST; 0: of any sequence, and zeros for
     the rows after the last one.

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import gapped, no_bf16_products, too_wide, unlike
@@ -51,7 +52,7 @@ class Scan(NamedTuple):
 
 
 @triton.jit
-def _step_sizes(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
+def _step_sizes(dt, bias, DT_MIN: constexpr, DT_MAX: constexpr):
     """softplus(dt + bias) within its limits; dt in fp32."""
     step = tl.maximum(softplus(dt + bias), DT_MIN)
     return step if DT_MAX is None else tl.minimum(step, DT_MAX)
@@ -72,16 +73,16 @@ def _walk(
     bs,
     cs,
     most,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    HEADS_PER_GROUP: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    DT_MIN: tl.constexpr,
-    DT_MAX: tl.constexpr,
-    ALL_ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr,
+    P: constexpr,
+    S: constexpr,
+    HEADS_PER_GROUP: constexpr,
+    BLOCK_P: constexpr,
+    BLOCK_S: constexpr,
+    DT_MIN: constexpr,
+    DT_MAX: constexpr,
+    ALL_ROWS: constexpr,
+    PDL: constexpr,
 ):
     """Sequences of 1 to `most` new tokens. ALL_ROWS: also writes zeros to row s of a sequence
     without any, which is padding.
@@ -123,17 +124,17 @@ def _chunks(
     bs,
     cs,
     few,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    HEADS_PER_GROUP: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    DT_MIN: tl.constexpr,
-    DT_MAX: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr,
+    P: constexpr,
+    S: constexpr,
+    HEADS_PER_GROUP: constexpr,
+    BLOCK_P: constexpr,
+    BLOCK_S: constexpr,
+    DT_MIN: constexpr,
+    DT_MAX: constexpr,
+    CHUNK: constexpr,
+    PRECISION: constexpr,
+    PDL: constexpr,
 ):
     """Sequences of more than `few` new tokens."""
     begin(PDL)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import unknown, unlike, unlike_shapes
@@ -24,7 +25,7 @@ from atomc.platform import Platform
 
 
 @triton.jit
-def silu(x, DTYPE: tl.constexpr):
+def silu(x, DTYPE: constexpr):
     """x / (1 + exp(-x)) of x in fp32. For a 16-bit DTYPE accurate to about 2^-21, by a reciprocal
     square root, which takes six instructions less than a division.
     """
@@ -63,15 +64,15 @@ def _gated(
     up,
     out,
     sizes,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    WIDTH: constexpr,
+    BLOCK: constexpr,
+    ACTIVATION: constexpr,
+    PDL: constexpr,
 ):
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    DTYPE: tl.constexpr = gate.ptr.dtype.element_ty
+    DTYPE: constexpr = gate.ptr.dtype.element_ty
     begin(PDL)
     gate = load_rows(gate, row, column, sizes, inside)
     up = load_rows(up, row, column, sizes, inside)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.triton.launch.launch import (
@@ -45,15 +46,15 @@ def _gated_quant(
     out,
     rows,
     sizes,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    CODING: tl.constexpr,
-    PDL: tl.constexpr,
+    D: constexpr,
+    BLOCK: constexpr,
+    ROWS: constexpr,
+    CODING: constexpr,
+    PDL: constexpr,
 ):
     first = tl.program_id(1) * BLOCK
     row, column, inside = row_tile(rows, D, first, ROWS, BLOCK)
-    DTYPE: tl.constexpr = gate.ptr.dtype.element_ty
+    DTYPE: constexpr = gate.ptr.dtype.element_ty
     begin(PDL)
     gate = load_rows(gate, row, column, sizes, inside)
     up = load_rows(up, row, column, sizes, inside)

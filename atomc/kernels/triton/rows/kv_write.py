@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
@@ -54,7 +55,7 @@ def inverse_scale(scale_ptr):
 
 
 @triton.jit
-def stored_values(x, inverse, DTYPE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.constexpr):
+def stored_values(x, inverse, DTYPE: constexpr, CODES: constexpr, BY_BITS: constexpr):
     """x as it is stored in a cache: in DTYPE, or as a code."""
     if CODES != "":
         return fp8_codes(x.to(tl.float32) * inverse, CODES == "fnuz", BY_BITS)
@@ -63,7 +64,7 @@ def stored_values(x, inverse, DTYPE: tl.constexpr, CODES: tl.constexpr, BY_BITS:
 
 
 @triton.jit
-def code_numbers(code, DTYPE: tl.constexpr, CODES: tl.constexpr):
+def code_numbers(code, DTYPE: constexpr, CODES: constexpr):
     """Elements loaded from a cache, in DTYPE; of codes (bytes) the value / 256, or / 128 for
     "fnuz".
 
@@ -79,7 +80,7 @@ def code_numbers(code, DTYPE: tl.constexpr, CODES: tl.constexpr):
 
 
 @triton.jit
-def scale_of_numbers(scale_ptr, CODES: tl.constexpr):
+def scale_of_numbers(scale_ptr, CODES: constexpr):
     """The factor from results of `code_numbers` to the cached values."""
     scale = 1.0
     if CODES != "":
@@ -95,9 +96,9 @@ def copy_rows(
     target,
     inside,
     inverse,
-    WIDTH: tl.constexpr,
-    CODES: tl.constexpr,
-    BY_BITS: tl.constexpr,
+    WIDTH: constexpr,
+    CODES: constexpr,
+    BY_BITS: constexpr,
 ):
     """Copy WIDTH columns from pointers to pointers, converted for a cache. source, target and
     inside are [ROWS, 1].
@@ -110,7 +111,7 @@ def copy_rows(
 
 
 @triton.jit
-def cache_at(cache, slot, row, HEADS: tl.constexpr):
+def cache_at(cache, slot, row, HEADS: constexpr):
     """Pointers to rows (token * HEADS + head) in a Cache; the token is in this slot."""
     return cache.ptr + slot * cache.token + (row % HEADS).to(tl.int64) * cache.head
 
@@ -122,10 +123,10 @@ def cache_rows(
     slot,
     row,
     d1,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CODES: tl.constexpr,
-    BY_BITS: tl.constexpr,
+    HEADS: constexpr,
+    WIDTH: constexpr,
+    CODES: constexpr,
+    BY_BITS: constexpr,
 ):
     """Write the rows (token * HEADS + head) of tokens that have a slot into a Cache."""
     target = cache_at(cache, slot, row, HEADS)
@@ -142,13 +143,13 @@ def _kv_write(
     slots_ptr,
     rows,
     d1,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    ROWS: tl.constexpr,
-    CODES: tl.constexpr,
-    BY_BITS: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: constexpr,
+    D: constexpr,
+    DV: constexpr,
+    ROWS: constexpr,
+    CODES: constexpr,
+    BY_BITS: constexpr,
+    PDL: constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     begin(PDL)

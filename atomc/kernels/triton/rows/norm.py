@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, too_wide, unknown, unlike, unlike_shapes
@@ -41,7 +42,7 @@ def row_sum(x, residual, total, row, column, sizes, inside):
 
 
 @triton.jit
-def weighted(y, weight, DTYPE: tl.constexpr, STYLE: tl.constexpr):
+def weighted(y, weight, DTYPE: constexpr, STYLE: constexpr):
     """The normalized y times the weight, both fp32, rounded as the style requires; DTYPE is the
     dtype of the norm's input.
     """
@@ -54,7 +55,7 @@ def weighted(y, weight, DTYPE: tl.constexpr, STYLE: tl.constexpr):
 
 
 @triton.jit
-def normed(x, weight, eps, D: tl.constexpr, DTYPE: tl.constexpr, STYLE: tl.constexpr):
+def normed(x, weight, eps, D: constexpr, DTYPE: constexpr, STYLE: constexpr):
     """The RMSNorm of rows of D columns, padded by zeros. x [ROWS, BLOCK], weight [1, BLOCK]."""
     return weighted(x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps), weight, DTYPE, STYLE)
 
@@ -69,12 +70,12 @@ def _rms_norm(
     rows,
     sizes,
     eps,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    STYLE: tl.constexpr,
-    PDL: tl.constexpr,
+    D: constexpr,
+    WIDTH: constexpr,
+    BLOCK: constexpr,
+    ROWS: constexpr,
+    STYLE: constexpr,
+    PDL: constexpr,
 ):
     row, column, inside = row_tile(rows, D, 0, ROWS, BLOCK)
     begin(PDL)
@@ -97,10 +98,10 @@ def _layer_norm(
     rows,
     sizes,
     eps,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    D: constexpr,
+    BLOCK: constexpr,
+    ROWS: constexpr,
+    PDL: constexpr,
 ):
     row, column, inside = row_tile(rows, D, 0, ROWS, BLOCK)
     begin(PDL)

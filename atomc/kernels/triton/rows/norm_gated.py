@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike_shapes
@@ -34,14 +35,14 @@ def _rms_norm_gated(
     rows,
     sizes,
     eps,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    STYLE: tl.constexpr,
-    PDL: tl.constexpr,
+    D: constexpr,
+    BLOCK: constexpr,
+    ROWS: constexpr,
+    STYLE: constexpr,
+    PDL: constexpr,
 ):
     row, column, inside = row_tile(rows, D, 0, ROWS, BLOCK)
-    DTYPE: tl.constexpr = x.ptr.dtype.element_ty
+    DTYPE: constexpr = x.ptr.dtype.element_ty
     begin(PDL)
     weight = tl.load(weight_ptr + column, column < D, 0.0)
     x = load_rows(x, row, column, sizes, inside)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal, spell_shape
@@ -34,11 +35,11 @@ def _norm_pair(
     rows,
     sizes,
     eps,
-    X: tl.constexpr,
-    Y: tl.constexpr,
-    ROWS: tl.constexpr,
-    STYLE: tl.constexpr,
-    PDL: tl.constexpr,
+    X: constexpr,
+    Y: constexpr,
+    ROWS: constexpr,
+    STYLE: constexpr,
+    PDL: constexpr,
 ):
     begin(PDL)
     # Triton 3.6 forgets constants in tuples of tuples after a branch.

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal
@@ -53,16 +54,16 @@ def quantize_norm(
     rows,
     sizes,
     eps,
-    NORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    STYLE: tl.constexpr,
+    NORM: constexpr,
+    ROWS: constexpr,
+    STYLE: constexpr,
 ):
     """Store the sum, the norm if it is kept, and its codes and scales, if there are."""
-    DTYPE: tl.constexpr = x.ptr.dtype.element_ty
+    DTYPE: constexpr = x.ptr.dtype.element_ty
     # Of two dtypes fp32 is the common one.
-    SAME: tl.constexpr = STYLE != "after" or weight_ptr.dtype.element_ty == DTYPE
-    D: tl.constexpr = NORM.columns
-    CODING: tl.constexpr = NORM.coding
+    SAME: constexpr = STYLE != "after" or weight_ptr.dtype.element_ty == DTYPE
+    D: constexpr = NORM.columns
+    CODING: constexpr = NORM.coding
     row, column, inside = row_tile(rows, D, 0, ROWS, NORM.block)
     weight = tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
     y = row_sum(x, residual, total, row, column, sizes, inside)
@@ -79,10 +80,10 @@ def _norm_quant(
     rows,
     sizes,
     eps,
-    NORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    STYLE: tl.constexpr,
-    PDL: tl.constexpr,
+    NORM: constexpr,
+    ROWS: constexpr,
+    STYLE: constexpr,
+    PDL: constexpr,
 ):
     begin(PDL)
     quantize_norm(*x, rows, sizes, eps, NORM, ROWS, STYLE)

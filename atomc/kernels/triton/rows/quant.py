@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, odd_group, too_wide, unknown
@@ -35,33 +36,33 @@ from atomc.ops.schemes import SCHEMES
 from atomc.platform import Platform
 
 MAX_COLUMNS = 65536
-FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0])
+FLOOR_BITS = constexpr(struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0])
 
 
 @triton.jit
-def amax_bits(y, AXIS: tl.constexpr):
+def amax_bits(y, AXIS: constexpr):
     return tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
 
 
 @triton.jit
-def amax_scale(y, AXIS: tl.constexpr, LARGEST: tl.constexpr):
+def amax_scale(y, AXIS: constexpr, LARGEST: constexpr):
     """The scale of the values along an axis."""
     return tl.maximum(amax_bits(y, AXIS), FLOOR_BITS).to(tl.float32, bitcast=True) * (1.0 / LARGEST)
 
 
 @triton.jit
-def fp8_codes(x, FNUZ: tl.constexpr, BY_BITS: tl.constexpr):
+def fp8_codes(x, FNUZ: constexpr, BY_BITS: constexpr):
     """x, fp32, clamped and rounded to a code in uint8; BY_BITS if the device has no instruction for
     it.
     """
-    LARGEST: tl.constexpr = 240.0 if FNUZ else 448.0
+    LARGEST: constexpr = 240.0 if FNUZ else 448.0
     x = tl.clamp(x, -LARGEST, LARGEST, tl.PropagateNan.ALL)
     if BY_BITS:
         size = tl.abs(x)
         bits = size.to(tl.int32, bitcast=True)
         # Keep three bits of mantissa. Subnormal codes are evenly spaced, like fp32 numbers near
         # 2^14 (2^13).
-        LEAST_BITS: tl.constexpr = 0x3C000000 if FNUZ else 0x3C800000
+        LEAST_BITS: constexpr = 0x3C000000 if FNUZ else 0x3C800000
         code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((LEAST_BITS >> 20) - 8)
         small = (size + (8192.0 if FNUZ else 16384.0)).to(tl.int32, bitcast=True) & 15
         code = tl.where(bits < LEAST_BITS, small, code)
@@ -83,7 +84,7 @@ def _int8(x):
 
 
 @triton.jit
-def _number(value: tl.constexpr, like):
+def _number(value: constexpr, like):
     return tl.full((), value, like.dtype)
 
 
@@ -92,8 +93,8 @@ def e2m1_codes(x):
     """The codes of x, fp32 or fp16, as integers of the same width; 16-bit values are computed two
     per instruction.
     """
-    SHORT: tl.constexpr = x.dtype == tl.float16
-    BITS: tl.constexpr = tl.int16 if SHORT else tl.int32
+    SHORT: constexpr = x.dtype == tl.float16
+    BITS: constexpr = tl.int16 if SHORT else tl.int32
     bits = x.to(BITS, bitcast=True)
     size = tl.minimum(tl.maximum(tl.abs(x), _number(0.0, x)), _number(6.0, x))  # NaN becomes 0
     # Codes near `size` are spaced by half of `power`, which is 1, 2 or 4. So is the last bit of 512
@@ -140,20 +141,20 @@ class Coding(NamedTuple):
 
 
 @triton.jit
-def store_quantized(y, out, row, first, rows, D, CODING: tl.constexpr):
+def store_quantized(y, out, row, first, rows, D, CODING: constexpr):
     """Quantize a floating-point tile [ROWS, BLOCK], and store its codes and scales in Codes.
 
     row [ROWS, 1], less than `rows`; the columns start at `first`, and are all D columns if a row
     has one scale.
     """
-    SCHEME: tl.constexpr = CODING.scheme
-    GROUP: tl.constexpr = CODING.group
-    FNUZ: tl.constexpr = CODING.fnuz
-    ROWS: tl.constexpr = y.shape[0]
-    BLOCK: tl.constexpr = y.shape[1]
-    INT8: tl.constexpr = SCHEME == "int8_per_token"
-    LARGEST: tl.constexpr = 127.0 if INT8 else 240.0 if FNUZ else 448.0
-    DTYPE: tl.constexpr = y.dtype
+    SCHEME: constexpr = CODING.scheme
+    GROUP: constexpr = CODING.group
+    FNUZ: constexpr = CODING.fnuz
+    ROWS: constexpr = y.shape[0]
+    BLOCK: constexpr = y.shape[1]
+    INT8: constexpr = SCHEME == "int8_per_token"
+    LARGEST: constexpr = 127.0 if INT8 else 240.0 if FNUZ else 448.0
+    DTYPE: constexpr = y.dtype
     row = row.to(tl.int64)
     y = y.to(tl.float32)
     group = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
@@ -202,11 +203,11 @@ def _quantize(
     out,
     rows,
     sizes,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    CODING: tl.constexpr,
-    PDL: tl.constexpr,
+    D: constexpr,
+    BLOCK: constexpr,
+    ROWS: constexpr,
+    CODING: constexpr,
+    PDL: constexpr,
 ):
     first = tl.program_id(1) * BLOCK
     row, column, inside = row_tile(rows, D, first, ROWS, BLOCK)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
@@ -59,7 +60,7 @@ class Tables(NamedTuple):
 
 
 @triton.jit
-def _halves(inside, PARTS: tl.constexpr, PAIRS: tl.constexpr):
+def _halves(inside, PARTS: constexpr, PAIRS: constexpr):
     """The columns of the two parts that are rotated, and which are there."""
     i = tl.arange(0, triton.next_power_of_2(PARTS.half))[None, :]
     inside = inside & (i < PARTS.half)
@@ -70,17 +71,17 @@ def _halves(inside, PARTS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _rest(inside, PARTS: tl.constexpr):
+def _rest(inside, PARTS: constexpr):
     """The columns behind them, and which are there."""
     j = 2 * PARTS.half + tl.arange(0, triton.next_power_of_2(PARTS.rest))[None, :]
     return j, inside & (j < PARTS.columns)
 
 
 @triton.jit
-def _parts(at, inside, PARTS: tl.constexpr):
+def _parts(at, inside, PARTS: constexpr):
     """The two rotated halves and the rest of rows, in fp32."""
-    STYLE: tl.constexpr = PARTS.style
-    PAIRS: tl.constexpr = STYLE == "gptj" or STYLE == "pairs_to_half" or STYLE == "pairs"
+    STYLE: constexpr = PARTS.style
+    PAIRS: constexpr = STYLE == "gptj" or STYLE == "pairs_to_half" or STYLE == "pairs"
     first, second, there = _halves(inside, PARTS, PAIRS)
     a = tl.load(at + first, there, 0.0).to(tl.float32)
     b = tl.load(at + second, there, 0.0).to(tl.float32)
@@ -97,14 +98,14 @@ def store_parts(
     inside,
     parts,
     inverse,
-    PARTS: tl.constexpr,
-    CODES: tl.constexpr,
-    BY_BITS: tl.constexpr,
+    PARTS: constexpr,
+    CODES: constexpr,
+    BY_BITS: constexpr,
 ):
     """Store the parts of rows, converted for a cache."""
     a, b, rest = parts
-    DTYPE: tl.constexpr = at.dtype.element_ty
-    PAIRS: tl.constexpr = PARTS.style == "gptj" or PARTS.style == "pairs"
+    DTYPE: constexpr = at.dtype.element_ty
+    PAIRS: constexpr = PARTS.style == "gptj" or PARTS.style == "pairs"
     first, second, there = _halves(inside, PARTS, PAIRS)
     tl.store(at + first, stored_values(a, inverse, DTYPE, CODES, BY_BITS), there)
     tl.store(at + second, stored_values(b, inverse, DTYPE, CODES, BY_BITS), there)
@@ -114,7 +115,7 @@ def store_parts(
 
 
 @triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
+def _rounded(x, DTYPE: constexpr):
     return x.to(DTYPE).to(tl.float32)
 
 
@@ -127,9 +128,9 @@ def rotated(
     weight_ptr,
     tables,
     eps,
-    OUT: tl.constexpr,
-    PARTS: tl.constexpr,
-    NORM: tl.constexpr,
+    OUT: constexpr,
+    PARTS: constexpr,
+    NORM: constexpr,
 ):
     """The parts of rows of x, normalized (and rounded) unless NORM is "", and rotated (and rounded
     to OUT).
@@ -141,10 +142,10 @@ def rotated(
             square += tl.sum(rest * rest, 1)
         scale = tl.rsqrt(square / PARTS.columns + eps)[:, None]
         a_weight, b_weight, rest_weight = _parts(weight_ptr + row * 0, inside, PARTS)
-        DTYPE: tl.constexpr = x.ptr.dtype.element_ty
+        DTYPE: constexpr = x.ptr.dtype.element_ty
         # Of two dtypes fp32 is the common one.
-        SAME: tl.constexpr = NORM != "after" or weight_ptr.dtype.element_ty == DTYPE
-        NORMED: tl.constexpr = DTYPE if SAME else tl.float32
+        SAME: constexpr = NORM != "after" or weight_ptr.dtype.element_ty == DTYPE
+        NORMED: constexpr = DTYPE if SAME else tl.float32
         a = _rounded(weighted(a * scale, a_weight, DTYPE, NORM), NORMED)
         b = _rounded(weighted(b * scale, b_weight, DTYPE, NORM), NORMED)
         rest = _rounded(weighted(rest * scale, rest_weight, DTYPE, NORM), NORMED)
@@ -172,14 +173,14 @@ def rotate(
     weight_ptr,
     tables,
     eps,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    NORM: tl.constexpr,
+    ROWS: constexpr,
+    PARTS: constexpr,
+    NORM: constexpr,
 ):
     """Store the rotated rows of a program."""
     row = program * ROWS + tl.arange(0, ROWS)[:, None]
     inside = row < rows
-    OUT: tl.constexpr = out.ptr.dtype.element_ty
+    OUT: constexpr = out.ptr.dtype.element_ty
     parts = rotated(x, row, inside, sizes, weight_ptr, tables, eps, OUT, PARTS, NORM)
     store_parts(at(out, row, sizes), inside, parts, 1.0, PARTS, "", False)
 
@@ -199,10 +200,10 @@ def _rope(
     q_sizes,
     k_sizes,
     eps,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    PARTS: constexpr,
+    ROWS: constexpr,
+    NORM: constexpr,
+    PDL: constexpr,
 ):
     program = tl.program_id(0)
     begin(PDL)

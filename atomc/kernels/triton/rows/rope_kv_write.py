@@ -6,6 +6,7 @@ A program takes a few rows of q, or of k and v, each one head of one token.
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal
@@ -52,19 +53,19 @@ def _rope_kv_write(
     q_programs,
     d1,
     eps,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    CODES: tl.constexpr,
-    BY_BITS: tl.constexpr,
-    PDL: tl.constexpr,
+    Q_HEADS: constexpr,
+    K_HEADS: constexpr,
+    DV: constexpr,
+    PARTS: constexpr,
+    ROWS: constexpr,
+    NORM: constexpr,
+    CODES: constexpr,
+    BY_BITS: constexpr,
+    PDL: constexpr,
 ):
     program = tl.program_id(0)
     begin(PDL)
-    OUT: tl.constexpr = q_out.ptr.dtype.element_ty
+    OUT: constexpr = q_out.ptr.dtype.element_ty
     if program < q_programs:
         sizes = (d1, Q_HEADS)
         rotate(q, q_out, program, q_rows, sizes, q_weight_ptr, tables, eps, ROWS, PARTS, NORM)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import unlike, unlike_shapes
@@ -32,14 +33,14 @@ def _sigmoid_gated(
     out,
     rows,
     sizes,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ONE_GATE: tl.constexpr,
-    PDL: tl.constexpr,
+    WIDTH: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    ONE_GATE: constexpr,
+    PDL: constexpr,
 ):
     """ROWS, COLUMNS: the tile of a program. ONE_GATE: a row has one gate."""
-    DTYPE: tl.constexpr = out.ptr.dtype.element_ty
+    DTYPE: constexpr = out.ptr.dtype.element_ty
     row, column, inside = row_tile(rows, WIDTH, tl.program_id(1) * COLUMNS, ROWS, COLUMNS)
     begin(PDL)
     if ONE_GATE:
