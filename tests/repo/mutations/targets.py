@@ -115,7 +115,7 @@ atomc/kernels/triton/recurrent/conv_delta_rule.py | kernels/recurrent/test_conv_
 atomc/kernels/triton/recurrent/delta_chunks.py | kernels/test_kernels.py -k '[gated_delta_rule-triton- or [gated_delta_rule_update-triton-'
 atomc/kernels/triton/recurrent/delta_gates.py | kernels/recurrent/test_conv_delta_rule.py | refuse_delta_gates
 atomc/kernels/triton/recurrent/delta_rule.py | kernels/test_kernels.py -k '[gated_delta_rule_update-triton-'
-atomc/kernels/triton/recurrent/ssm.py | ops/test_ssm_scan.py | _chunks _state_before _walk
+atomc/kernels/triton/recurrent/ssm.py | ops/test_ssm_scan.py | _chunks _of_head _walk
 atomc/kernels/triton/rows/activation.py | kernels/test_kernels.py -k '[silu_and_mul-triton-'
 atomc/kernels/triton/rows/kv_write.py | kernels/test_kernels.py -k '[kv_write-triton-'
 atomc/kernels/triton/rows/norm.py | kernels/test_kernels.py -k '[layer_norm-triton- or [rms_norm-triton-'
