@@ -6,7 +6,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal
-from atomc.kernels.triton.experts.experts_decode import Gate, Stored, unfit
+from atomc.kernels.triton.experts.expert_gate import Gate
+from atomc.kernels.triton.experts.experts_decode import Stored, unfit
 from atomc.kernels.triton.experts.experts_decode_unquantized import compute_tiled, unfit_weights
 
 

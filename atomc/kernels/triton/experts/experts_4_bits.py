@@ -10,6 +10,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
+from atomc.kernels.triton.experts.expert_gate import Gate
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import (
     Codes,
@@ -23,10 +24,9 @@ from atomc.kernels.triton.launch.launch import let_next_start, tile_of, wait_for
 from atomc.kernels.triton.launch.tile_table import FragmentTile
 from atomc.kernels.triton.launch.tiles import EXPERTS_FRAGMENTS
 from atomc.kernels.triton.w4a16.fragment_products import (
-    add_e2m1,
-    add_int4,
+    add_part,
     number_types,
-    packed_operands,
+    packed_weight,
 )
 from atomc.kernels.triton.w4a16.fragments import (
     E2M1_UNIT,
@@ -39,7 +39,6 @@ from atomc.kernels.triton.w4a16.fragments import (
     strip_offset,
 )
 from atomc.kernels.triton.w4a16.unpacking import other_group
-from atomc.ops.experts import Gate
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 
@@ -49,26 +48,19 @@ def _tile(
     pair,
     expert,
     tile,
-    x_ptr,
-    words_ptr,
-    scale_ptr,
-    zeros_ptr,
-    bias_ptr,
+    x,
+    weight,
+    bias,
     out_ptr,
     P,
     per_row,
-    x_row,
-    bias_step,
-    alpha,
-    limit,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     INT4: tl.constexpr,
     SIXTEEN: tl.constexpr,
     NUMBER: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
@@ -76,78 +68,51 @@ def _tile(
     """The products of some pairs of an expert with a tile of the rows of its weight. pair: their
     numbers, P where there is none
     """
-    GATED: tl.constexpr = ACTIVATION is not None
-    ROWS: tl.constexpr = 2 * N if GATED else N
+    ROWS: tl.constexpr = N if GATE is None else 2 * N
     PARTS: tl.constexpr = (K + 127) // 128
     n = tl.arange(0, BLOCK_N)
-    row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, True)
-    read = weight_rows(fragment_row(n, WARPS), tile, N, BLOCK_N, GATED, INTERLEAVED, True)
+    row = weight_rows(n, tile, N, BLOCK_N, GATE, True)
+    read = weight_rows(fragment_row(n, WARPS), tile, N, BLOCK_N, GATE, True)
     inside, in_rows, in_x = (read < ROWS)[:, None], (row < ROWS)[:, None], (pair < P)[:, None]
     first = expert.to(tl.int64) * ROWS
-    x_at = x_ptr + (pair // per_row).to(tl.int64)[:, None] * x_row
+    x_at = x.ptr + (pair // per_row).to(tl.int64)[:, None] * x.row
     read, of_expert = (first + read)[:, None], (first + row)[:, None]
-    words_at = words_ptr + read // STRIP * (PARTS * STRIP * 16) + read % STRIP * 16
+    words_at = weight.words + read // STRIP * (PARTS * STRIP * 16) + read % STRIP * 16
     words_at += tl.arange(0, 16)[None, :]
     sums = tl.zeros((BLOCK_N, pair.shape[0]), tl.float32)
     for part in range(PARTS):
         words = tl.reshape(tl.load(words_at + part * (STRIP * 16), inside, 0), (BLOCK_N, 4, 4))
         k = tl.arange(0, 128)[None, :]
         there = in_x & (k < K - part * 128) if K % 128 else in_x
-        x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
-        at = strip_offset(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
-        if INT4:
-            sums = add_int4(
-                sums,
-                x,
-                words,
-                scale_ptr,
-                zeros_ptr,
-                at,
-                strip_offset(of_expert, part, PARTS),
-                inside,
-                in_rows,
-                GROUP,
-                SIXTEEN,
-                WARPS,
-            )
-        else:
-            sums = add_e2m1(sums, x, words, scale_ptr + at, inside, WARPS)
+        sums = add_part(
+            sums,
+            tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER),
+            words,
+            weight,
+            strip_offset(read, part, PARTS) + tl.zeros((1, 4), tl.int32),
+            strip_offset(of_expert, part, PARTS),
+            inside,
+            in_rows,
+            GROUP,
+            INT4,
+            SIXTEEN,
+            WARPS,
+        )
     let_next_start(PDL)
-    store_pairs(
-        tl.trans(sums if INT4 else sums * E2M1_UNIT),
-        bias_ptr,
-        out_ptr,
-        expert,
-        bias_step,
-        pair,
-        P,
-        row,
-        tile,
-        alpha,
-        limit,
-        N,
-        ACTIVATION,
-        True,
-    )
+    out = tl.trans(sums if INT4 else sums * E2M1_UNIT)
+    store_pairs(out, bias, out_ptr, expert, pair, P, row, tile, N, GATE, True)
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])
 def _product(
-    x_ptr,
-    words_ptr,
-    scale_ptr,
-    zeros_ptr,
-    bias_ptr,
+    x,
+    weight,
+    bias,
     out_ptr,
-    order_ptr,
-    expert_ptr,
+    routing,
     P,
     blocks,
     per_row,
-    x_row,
-    bias_step,
-    alpha,
-    limit,
     E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -155,52 +120,44 @@ def _product(
     INT4: tl.constexpr,
     SIXTEEN: tl.constexpr,
     NUMBER: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TALL: tl.constexpr,
     num_warps: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Without order_ptr a block is one pair, and expert_ptr has the experts of the pairs."""
+    """Without an order a block is one pair, and routing.expert has the experts of the pairs."""
     # The last block of an expert may have few pairs: then only a quarter of it is multiplied.
     FEW: tl.constexpr = BLOCK_M // 4 if BLOCK_M >= 64 else BLOCK_M
-    ROWS: tl.constexpr = N if ACTIVATION is None else 2 * N
+    ROWS: tl.constexpr = N if GATE is None else 2 * N
     wait_for_last(PDL)
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
-    expert = tl.load(expert_ptr + block).to(tl.int32)
+    expert = tl.load(routing.expert + block).to(tl.int32)
     # Read before the expert is known, on which all that follows waits.
-    pair = pairs_of(order_ptr, block, P, BLOCK_M)
+    pair = pairs_of(routing.order, block, P, BLOCK_M)
     if (expert >= 0) & (expert < E):
         few = pair
         if FEW != BLOCK_M:
-            few = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, FEW))
+            few = tl.load(routing.order + block * BLOCK_M + tl.arange(0, FEW))
         if FEW == BLOCK_M or tl.sum((pair < P).to(tl.int32)) <= FEW:
             _tile(
                 few,
                 expert,
                 tile,
-                x_ptr,
-                words_ptr,
-                scale_ptr,
-                zeros_ptr,
-                bias_ptr,
+                x,
+                weight,
+                bias,
                 out_ptr,
                 P,
                 per_row,
-                x_row,
-                bias_step,
-                alpha,
-                limit,
                 N,
                 K,
                 GROUP,
                 INT4,
                 SIXTEEN,
                 NUMBER,
-                ACTIVATION,
-                INTERLEAVED,
+                GATE,
                 BLOCK_N,
                 num_warps,
                 PDL,
@@ -210,26 +167,19 @@ def _product(
                 pair,
                 expert,
                 tile,
-                x_ptr,
-                words_ptr,
-                scale_ptr,
-                zeros_ptr,
-                bias_ptr,
+                x,
+                weight,
+                bias,
                 out_ptr,
                 P,
                 per_row,
-                x_row,
-                bias_step,
-                alpha,
-                limit,
                 N,
                 K,
                 GROUP,
                 INT4,
                 SIXTEEN,
                 NUMBER,
-                ACTIVATION,
-                INTERLEAVED,
+                GATE,
                 BLOCK_N,
                 num_warps,
                 PDL,
@@ -265,7 +215,7 @@ class PairsOfExperts:
         return launch_pairs(
             _product,
             x,
-            packed_operands(words, scale, zeros),
+            (packed_weight(words, scale, zeros),),
             bias,
             self.routing,
             self.pairs,
@@ -350,7 +300,7 @@ def moe_experts_w4a16(
         weights,
         (*w13, *w13_scale, w13_zeros[0] if w13_zeros else None, b13),
         (*w2, *w2_scale, w2_zeros[0] if w2_zeros else None, b2),
-        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
+        Gate(activation, interleaved, alpha, limit),
         int4=True,
         group=group,
         out_dtype=x.dtype,
@@ -410,7 +360,7 @@ def moe_experts_mxfp4(
         weights,
         (*w13, *w13_scale, None, b13),
         (*w2, *w2_scale, None, b2),
-        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
+        Gate(activation, interleaved, alpha, limit),
         int4=False,
         group=32,
         out_dtype=out_dtype,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import strided, too_wide, unknown, unlike, wrong_rank
-from atomc.kernels.triton.experts.expert_gate import activated
+from atomc.kernels.triton.experts.expert_gate import Gate, activated
 from atomc.kernels.triton.experts.experts_decode_sums import sums_of_numbers, sums_of_words
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.launch import (
@@ -74,12 +74,9 @@ def _rounded(x, like):
 def _sums(
     x_ptr,
     x_row,
-    weight_ptr,
-    weight_row,
-    column_step,
-    scale_ptr,
-    zeros_ptr,
-    scale_row,
+    weight,
+    expert,
+    row,
     here,
     there,
     K: tl.constexpr,
@@ -89,20 +86,17 @@ def _sums(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The sums of experts_decode_sums.py for weights stored in this FORM."""
+    """The sums of experts_decode_sums.py for rows of weights stored in this FORM."""
+    weight_row = expert * weight.expert + row * weight.row
     if FORM == "numbers":
-        return sums_of_numbers(
-            x_ptr, x_row, weight_ptr, weight_row, column_step, here, there, K, BLOCK_K, PDL
-        )
+        return sums_of_numbers(x_ptr, x_row, weight, weight_row, here, there, K, BLOCK_K, PDL)
     else:
         return sums_of_words(
             x_ptr,
             x_row,
-            weight_ptr,
+            weight,
             weight_row,
-            scale_ptr,
-            zeros_ptr,
-            scale_row,
+            expert * weight.scale_expert + row * weight.scale_row,
             here,
             there,
             K,
@@ -118,17 +112,9 @@ def _sums(
 def _gate_and_up(
     x_ptr,
     ids_ptr,
-    weight_ptr,
-    scale_ptr,
-    zeros_ptr,
-    bias_ptr,
+    weight,
     out_ptr,
     x_step,
-    weight_expert,
-    weight_row,
-    weight_column,
-    scale_expert,
-    scale_row,
     E: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     K: tl.constexpr,
@@ -136,10 +122,7 @@ def _gate_and_up(
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
     SIXTEEN: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -153,7 +136,7 @@ def _gate_and_up(
     pair = tl.program_id(0)
     first = tl.program_id(1) * BLOCK_N
     j = tl.arange(0, 2 * BLOCK_N)[:, None, None]
-    if INTERLEAVED:
+    if GATE.interleaved:
         row = 2 * first + j
         inside = row < 2 * I
     else:
@@ -168,12 +151,9 @@ def _gate_and_up(
     sums = _sums(
         x_ptr,
         token * x_step,
-        weight_ptr,
-        expert * weight_expert + row * weight_row,
-        weight_column,
-        scale_ptr,
-        zeros_ptr,
-        expert * scale_expert + row * scale_row,
+        weight,
+        expert,
+        row,
         here,
         there,
         K,
@@ -184,14 +164,14 @@ def _gate_and_up(
         False,
     )
     h = tl.reshape(sums, (2 * BLOCK_N, 1, 1))
-    if bias_ptr is not None:
-        h += tl.load(bias_ptr + expert * (2 * I) + row, there, 0.0).to(tl.float32)
+    if weight.bias is not None:
+        h += tl.load(weight.bias + expert * (2 * I) + row, there, 0.0).to(tl.float32)
     h = _rounded(h, out_ptr)
-    if INTERLEAVED:
+    if GATE.interleaved:
         gate, up = tl.split(tl.reshape(h, (BLOCK_N, 2)))
     else:
         gate, up = tl.split(tl.permute(tl.reshape(h, (2, BLOCK_N)), (1, 0)))
-    out = activated(gate, up, ALPHA, LIMIT, ACTIVATION, out_ptr.dtype.element_ty)
+    out = activated(gate, up, GATE, out_ptr.dtype.element_ty)
     column = first + tl.arange(0, BLOCK_N)
     out_at = out_ptr + pair.to(tl.int64) * I + column
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), valid & (column < I))
@@ -202,16 +182,8 @@ def _down(
     x_ptr,
     ids_ptr,
     weights_ptr,
-    weight_ptr,
-    scale_ptr,
-    zeros_ptr,
-    bias_ptr,
+    weight,
     out_ptr,
-    weight_expert,
-    weight_row,
-    weight_column,
-    scale_expert,
-    scale_row,
     E: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -241,12 +213,9 @@ def _down(
         x_ptr,
         # Numbers are those of any number of tokens, where bits do not depend on it.
         (pair.to(tl.int64) if FORM == "numbers" else pair) * K,
-        weight_ptr,
-        expert * weight_expert + n * weight_row,
-        weight_column,
-        scale_ptr,
-        zeros_ptr,
-        expert * scale_expert + n * scale_row,
+        weight,
+        expert,
+        n,
         here,
         there,
         K,
@@ -262,12 +231,12 @@ def _down(
     expert = tl.load(ids_ptr + pair, choice < CHOICES, -1).to(tl.int64)
     here = (expert >= 0) & (expert < E)
     there = here & (n < H)
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + expert * H + n, there, 0.0).to(tl.float32)
+    if weight.bias is not None:
+        sums += tl.load(weight.bias + expert * H + n, there, 0.0).to(tl.float32)
     results = _rounded(sums, out_ptr)
     if PARTS == 1:
-        weight = tl.load(weights_ptr + pair, here, 0.0)
-        weighted = results * weight.to(tl.float32)
+        factor = tl.load(weights_ptr + pair, here, 0.0)
+        weighted = results * factor.to(tl.float32)
         if weights_ptr.dtype.element_ty == out_ptr.dtype.element_ty:
             weighted = _rounded(weighted, out_ptr)
         total = tl.sum(tl.where(here, weighted, 0.0), 1)[:, None]
@@ -278,15 +247,6 @@ def _down(
             tl.where(here, results, 0.0).to(out_ptr.dtype.element_ty),
             (choice < CHOICES) & (n < H),
         )
-
-
-class Gate(NamedTuple):
-    """How gate and up are joined; see atomc.ops.experts.gated."""
-
-    activation: str
-    interleaved: bool
-    alpha: float
-    limit: float | None
 
 
 class Stored(NamedTuple):
@@ -322,9 +282,24 @@ class Form(NamedTuple):
         }
 
 
-def _strides(of: Stored) -> tuple[int, ...]:
-    """Of the values three, and of the scales those of experts and rows."""
-    return *of.values.stride(), *((0, 0) if of.scale is None else of.scale.stride()[:2])
+class _Weight(NamedTuple):
+    """Stored, with its strides, as one argument of a kernel."""
+
+    ptr: Tensor
+    scale: Tensor | None
+    zeros: Tensor | None
+    bias: Tensor | None
+    expert: int
+    row: int
+    column: int
+    scale_expert: int | None = None
+    scale_row: int | None = None
+
+
+def _weight(stored: Stored) -> _Weight:
+    scale = stored.scale
+    of_scale = () if scale is None else scale.stride()[:2]
+    return _Weight(*stored, *stored.values.stride(), *of_scale)
 
 
 def _down_sums(
@@ -347,9 +322,8 @@ def _down_sums(
         form.read(h),
         ids,
         weights,
-        *down,
+        _weight(down),
         results,
-        *_strides(down),
         E=experts,
         H=hidden,
         K=inner,
@@ -391,18 +365,14 @@ def compute(
     _gate_and_up[(tokens * choices, triton.cdiv(inner, rows // 2))](
         form.read(x),
         ids,
-        *up,
+        _weight(up),
         h,
         x.stride(0),
-        *_strides(up),
         E=experts,
         I=inner,
         K=columns,
         CHOICES=choices,
-        INTERLEAVED=gate.interleaved,
-        ACTIVATION=gate.activation,
-        ALPHA=gate.alpha,
-        LIMIT=gate.limit,
+        GATE=gate,
         BLOCK_N=rows // 2,
         BLOCK_K=width,
         **form.constants(x),

@@ -8,10 +8,10 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered
+from atomc.kernels.triton.experts.expert_gate import Gate
 from atomc.kernels.triton.experts.experts_decode import (
     FEW,
     Form,
-    Gate,
     Stored,
     compute,
     refuse_more_tokens,

@@ -7,6 +7,7 @@ which a kernel must therefore not need for them: a caller whose ids come from th
 waits first, and passes PDL=False.
 
 x_row       [1, C, 1], offsets of the rows of x, which are read where `here` [1, C, 1] holds
+weight      the argument of experts_decode.py
 weight_row  [N, C, 1] int64, offsets of the rows of the weights, read where `there` [N, C, 1] holds
 """
 
@@ -25,45 +26,42 @@ E2M1_UNIT = tl.constexpr(2.0**63)
 
 
 @triton.jit
-def _add_numbers(sums, weight, x_at, weight_at, column_step, here, there, k, start, K, BLOCK_K):
+def _add_numbers(sums, now, x_at, at, column, here, there, k, start, K, BLOCK_K):
     """The sums with these columns of the weights, and the following columns."""
     after = start + BLOCK_K
-    following = tl.load(
-        weight_at + after * column_step, there & (k < K - after), 0.0, cache_modifier=".cg"
-    )
+    following = tl.load(at + after * column, there & (k < K - after), 0.0, cache_modifier=".cg")
     x = tl.load(x_at + start, here & (k < K - start), 0.0)
-    return sums + x.to(tl.float32) * weight.to(tl.float32), following
+    return sums + x.to(tl.float32) * now.to(tl.float32), following
 
 
 @triton.jit
 def sums_of_numbers(
     x_ptr,
     x_row,
-    weight_ptr,
+    weight,
     weight_row,
-    column_step,
     here,
     there,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """fp32 [N, C] of floating-point weights, whose columns are column_step apart."""
+    """fp32 [N, C] of floating-point weights."""
     k = tl.arange(0, BLOCK_K)[None, None, :]
-    at = weight_ptr + weight_row + k * column_step
+    at = weight.ptr + weight_row + k * weight.column
     x_at = x_ptr + x_row + k
-    weight = tl.load(at, there & (k < K), 0.0, cache_modifier=".cg")
+    now = tl.load(at, there & (k < K), 0.0, cache_modifier=".cg")
     wait_for_last(PDL)
-    sums = tl.zeros(weight.shape, tl.float32)
+    sums = tl.zeros(now.shape, tl.float32)
     if K <= UNROLLED * BLOCK_K:
         for start in tl.static_range(0, K, BLOCK_K):
-            sums, weight = _add_numbers(
-                sums, weight, x_at, at, column_step, here, there, k, start, K, BLOCK_K
+            sums, now = _add_numbers(
+                sums, now, x_at, at, weight.column, here, there, k, start, K, BLOCK_K
             )
     else:
         for start in range(0, K, BLOCK_K):
-            sums, weight = _add_numbers(
-                sums, weight, x_at, at, column_step, here, there, k, start, K, BLOCK_K
+            sums, now = _add_numbers(
+                sums, now, x_at, at, weight.column, here, there, k, start, K, BLOCK_K
             )
     return tl.sum(sums, 2)
 
@@ -95,34 +93,23 @@ def _value(four, inside, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
 
 
 @triton.jit
-def _words(
-    weight_at,
-    scale_ptr,
-    zeros_ptr,
-    scale_row,
-    there,
-    word,
-    WORDS,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-):
+def _words(weight, at, scale_row, there, word, WORDS, GROUP: tl.constexpr, INT4: tl.constexpr):
     inside = there & (word < WORDS)
     # A thread reads one word at a time, and one scale: see w4a16._row.
-    words = tl.load(tl.multiple_of(weight_at + word, (1, 1, 1)), inside, 0, cache_modifier=".cg")
+    words = tl.load(tl.multiple_of(at + word, (1, 1, 1)), inside, 0, cache_modifier=".cg")
     group = tl.max_contiguous(
         tl.multiple_of(scale_row + word // (GROUP // 8), (1, 1, 1)), (1, 1, word.shape[2])
     )
-    return words, scale_of(scale_ptr, group, inside, INT4), zero_of(zeros_ptr, group, inside)
+    scale = scale_of(weight.scale, group, inside, INT4)
+    return words, scale, zero_of(weight.zeros, group, inside)
 
 
 @triton.jit
 def sums_of_words(
     x_ptr,
     x_row,
-    weight_ptr,
+    weight,
     weight_row,
-    scale_ptr,
-    zeros_ptr,
     scale_row,
     here,
     there,
@@ -141,16 +128,16 @@ def sums_of_words(
     WORDS: tl.constexpr = K // 8
     BLOCK_W: tl.constexpr = BLOCK_K // 8
     word = tl.arange(0, BLOCK_W)[None, None, :]
-    at = weight_ptr + weight_row
+    at = weight.ptr + weight_row
     next_words, next_scale, next_zero = _words(
-        at, scale_ptr, zeros_ptr, scale_row, there, word, WORDS, GROUP, INT4
+        weight, at, scale_row, there, word, WORDS, GROUP, INT4
     )
     wait_for_last(PDL)
     sums = tl.zeros(next_words.shape, tl.float32)
     for start in range(0, WORDS, BLOCK_W):
         words, scale, zero = next_words, next_scale, next_zero
         next_words, next_scale, next_zero = _words(
-            at, scale_ptr, zeros_ptr, scale_row, there, start + BLOCK_W + word, WORDS, GROUP, INT4
+            weight, at, scale_row, there, start + BLOCK_W + word, WORDS, GROUP, INT4
         )
         inside = here & (start + word < WORDS)
         column = x_row + (start + word) * 8

@@ -5,10 +5,10 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import first_refusal, unlike, unsupported
+from atomc.kernels.triton.experts.expert_gate import Gate
 from atomc.kernels.triton.experts.experts_decode import (
     FEW,
     Form,
-    Gate,
     Stored,
     compute,
     refuse_more_tokens,

@@ -11,12 +11,12 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
+from atomc.kernels.triton.experts.expert_gate import Gate
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import grouped_product
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.tile_table import Launch, TileTable
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS
-from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 
@@ -97,5 +97,5 @@ def moe_experts(
         (w2, None, b2),
         lambda act: (act, None),
         x.dtype,
-        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
+        Gate(activation, interleaved, alpha, limit),
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
+from atomc.kernels.triton.experts.expert_gate import Gate
 from atomc.kernels.triton.experts.expert_sort import Routing, sort_by_expert
 from atomc.kernels.triton.experts.experts_prefill import tile_for
 from atomc.kernels.triton.experts.grouped import (
@@ -33,34 +34,27 @@ from atomc.kernels.triton.w4a16.unpacking import (
     unpacked,
     zero_of,
 )
-from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])
 def _product(
-    x_ptr,
+    x,
     words_ptr,
     scale_ptr,
     zeros_ptr,
-    bias_ptr,
+    bias,
     out_ptr,
-    order_ptr,
-    expert_ptr,
+    routing,
     P,
     blocks,
     per_row,
-    x_row,
-    bias_step,
-    alpha,
-    limit,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     INT4: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -70,29 +64,27 @@ def _product(
     """Rows of the weight go down the tile of the tensor cores, which can read them from registers.
     INT4: BLOCK_K columns are in one group.
     """
-    GATED: tl.constexpr = ACTIVATION is not None
-    ROWS: tl.constexpr = 2 * N if GATED else N
+    ROWS: tl.constexpr = N if GATE is None else 2 * N
     WORDS: tl.constexpr = K // 8
     wait_for_last(PDL)
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
-    expert = tl.load(expert_ptr + block)
+    expert = tl.load(routing.expert + block)
     if expert >= 0:
-        pair = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-        n = tl.arange(0, BLOCK_N)
-        row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, True)
+        pair = tl.load(routing.order + block * BLOCK_M + tl.arange(0, BLOCK_M))
+        row = weight_rows(tl.arange(0, BLOCK_N), tile, N, BLOCK_N, GATE, True)
         inside = (row < ROWS)[:, None]
         of_expert = (expert.to(tl.int64) * ROWS + row)[:, None]
         k = tl.arange(0, BLOCK_K)
         word = tl.arange(0, BLOCK_K // 8)[None, :]
-        x_at = x_ptr + (pair // per_row).to(tl.int64)[:, None] * x_row + k[None, :]
-        TYPE: tl.constexpr = x_ptr.dtype.element_ty
+        x_at = x.ptr + (pair // per_row).to(tl.int64)[:, None] * x.row + k[None, :]
+        TYPE: tl.constexpr = x.ptr.dtype.element_ty
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for start in range(0, K, BLOCK_K):
             word_now = start // 8 + word
             in_x, in_words = (pair < P)[:, None], inside
             if K % BLOCK_K:
                 in_x, in_words = in_x & (k < K - start)[None, :], inside & (word_now < WORDS)
-            x = tl.load(x_at + start, in_x, 0.0)
+            rows = tl.trans(tl.load(x_at + start, in_x, 0.0))
             words = tl.load(words_ptr + of_expert * WORDS + word_now, in_words, 0)
             if INT4:
                 # Codes minus zeros are exact in 16 bits, and times their scales they are not.
@@ -101,29 +93,14 @@ def _product(
                 if zeros_ptr is not None:
                     zero = tl.broadcast_to(zero, words.shape)
                 weight = tl.reshape(unpacked(words, 1.0, zero, INT4, TYPE), (BLOCK_N, BLOCK_K))
-                sums += tl.dot(weight, tl.trans(x), input_precision="ieee") * scale
+                sums += tl.dot(weight, rows, input_precision="ieee") * scale
             else:
                 at = of_expert * (K // GROUP) + word_now // (GROUP // 8)
                 scale = scale_of(scale_ptr, at, in_words, INT4)
                 weight = tl.reshape(unpacked(words, scale, 0.0, INT4, TYPE), (BLOCK_N, BLOCK_K))
-                sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+                sums = tl.dot(weight, rows, sums, input_precision="ieee")
         let_next_start(PDL)
-        store_pairs(
-            tl.trans(sums),
-            bias_ptr,
-            out_ptr,
-            expert,
-            bias_step,
-            pair,
-            P,
-            row,
-            tile,
-            alpha,
-            limit,
-            N,
-            ACTIVATION,
-            True,
-        )
+        store_pairs(tl.trans(sums), bias, out_ptr, expert, pair, P, row, tile, N, GATE, True)
 
 
 def multiply(
@@ -226,7 +203,7 @@ def moe_experts_w4a16(
         weights,
         (w13, w13_scale, w13_zeros, b13),
         (w2, w2_scale, w2_zeros, b2),
-        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
+        Gate(activation, interleaved, alpha, limit),
         group=group,
         out_dtype=x.dtype,
     )
@@ -268,7 +245,7 @@ def moe_experts_mxfp4(
         weights,
         (code_words(w13), w13_scale, None, b13),
         (code_words(w2), w2_scale, None, b2),
-        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
+        Gate(activation, interleaved, alpha, limit),
         group=32,
         out_dtype=out_dtype,
     )

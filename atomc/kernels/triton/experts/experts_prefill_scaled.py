@@ -14,6 +14,7 @@ from atomc.kernels.checks import (
     wrong_result,
 )
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
+from atomc.kernels.triton.experts.expert_gate import Gate
 from atomc.kernels.triton.experts.experts_prefill import sum_of_experts
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_8_BITS
 from atomc.kernels.triton.rows.quant import (
@@ -22,7 +23,6 @@ from atomc.kernels.triton.rows.quant import (
     quant_fp8_static,
     quant_int8_per_token,
 )
-from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -98,7 +98,7 @@ def moe_experts_fp8(
         (w2, w2_scale, b2),
         quantize,
         out_dtype,
-        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
+        Gate(activation, interleaved, alpha, limit),
         block,
     )
 
@@ -134,5 +134,5 @@ def moe_experts_int8(
         (w2, w2_scale, b2),
         quant_int8_per_token,
         out_dtype,
-        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
+        Gate(activation, interleaved, alpha, limit),
     )

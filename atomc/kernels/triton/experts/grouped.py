@@ -9,17 +9,17 @@ capture it.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc.kernels.triton.experts.expert_gate import activated
+from atomc.kernels.triton.experts.expert_gate import Gate, activated
 from atomc.kernels.triton.experts.expert_sort import Routing
 from atomc.kernels.triton.launch.launch import let_next_start, overlap, tile_of, wait_for_last
 from atomc.kernels.triton.launch.tile_table import Launch
-from atomc.ops.experts import Gate
 
 
 @triton.jit
@@ -34,20 +34,15 @@ def pairs_of(order_ptr, block, P, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def weight_rows(
-    index,
-    tile,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAIRED: tl.constexpr,
+    index, tile, N: tl.constexpr, BLOCK_N: tl.constexpr, GATE: tl.constexpr, PAIRED: tl.constexpr
 ):
     """The rows of the weight at these indices of a tile of BLOCK_N; some may be behind the last.
+    With a GATE, columns j of gate and up are in one tile: side by side if PAIRED, else in its
+    halves.
 
-    GATED   columns j of gate and up are in one tile: side by side if PAIRED, else in its halves
-    N       columns of the result: half the rows of the weight if GATED
+    N  columns of the result: half the rows of the weight if there is a GATE
     """
-    if INTERLEAVED or not GATED:
+    if GATE is None or GATE.interleaved:
         return tile * BLOCK_N + index
     else:
         HALF: tl.constexpr = BLOCK_N // 2
@@ -58,33 +53,30 @@ def weight_rows(
 @triton.jit
 def store_pairs(
     sums,
-    bias_ptr,
+    bias,
     out_ptr,
     expert,
-    bias_step,
     pair,
     P,
     row,
     tile,
-    alpha,
-    limit,
     N: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    GATE: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """Store a tile of sums [BLOCK_M, BLOCK_N] fp32 plus bias, gated if there is an ACTIVATION, in
-    the rows of their pairs.
+    """Store a tile of sums [BLOCK_M, BLOCK_N] fp32 plus bias, gated if there is a GATE, in the rows
+    of their pairs.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCK_M: tl.constexpr = sums.shape[0]
     BLOCK_N: tl.constexpr = sums.shape[1]
-    if bias_ptr is not None:
-        ROWS: tl.constexpr = N if ACTIVATION is None else 2 * N
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_step + row, row < ROWS, 0.0)
-        sums += bias.to(tl.float32)[None, :]
+    if bias is not None:
+        ROWS: tl.constexpr = N if GATE is None else 2 * N
+        bias_at = bias.ptr + expert.to(tl.int64) * bias.expert + row
+        sums += tl.load(bias_at, row < ROWS, 0.0).to(tl.float32)[None, :]
     at = pair.to(tl.int64)[:, None] * N
     out = sums.to(DTYPE)
-    if ACTIVATION is None:
+    if GATE is None:
         tl.store(out_ptr + at + row[None, :], out, (pair < P)[:, None] & (row < N)[None, :])
     else:
         HALF: tl.constexpr = BLOCK_N // 2
@@ -95,7 +87,7 @@ def store_pairs(
         half = tile * HALF + tl.arange(0, HALF)
         tl.store(
             out_ptr + at + half[None, :],
-            activated(gate, up, alpha, limit, ACTIVATION, DTYPE),
+            activated(gate, up, GATE, DTYPE),
             (pair < P)[:, None] & (half < N)[None, :],
         )
 
@@ -125,34 +117,20 @@ def square_scale(x_at, weight_at, up, in_x, in_weight, SQUARES: tl.constexpr, SW
 
 @triton.jit(do_not_specialize=["P", "blocks"])
 def _product(
-    x_ptr,
-    x_scale_ptr,
-    weight_ptr,
-    weight_scale_ptr,
-    bias_ptr,
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
     out_ptr,
-    order_ptr,
-    expert_ptr,
+    routing,
     P,
     blocks,
     per_row,
-    x_row,
-    x_scale_row,
-    x_scale_group,
-    weight_expert,
-    weight_row,
-    weight_column,
-    scale_expert,
-    scale_row,
-    scale_group,
-    bias_step,
-    alpha,
-    limit,
     E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    GATE: tl.constexpr,
     PAIRED: tl.constexpr,
     SQUARE: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -168,47 +146,45 @@ def _product(
     # Rows of the weight go down the tile of the tensor cores, which is 64 high.
     SWAP: tl.constexpr = BLOCK_M < 64
     wait_for_last(PDL)
-    GATED: tl.constexpr = ACTIVATION is not None
-    ROWS: tl.constexpr = 2 * N if GATED else N
+    ROWS: tl.constexpr = N if GATE is None else 2 * N
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
-    expert = tl.load(expert_ptr + block)
+    expert = tl.load(routing.expert + block)
     if (expert >= 0) & (expert < E):
-        pair = pairs_of(order_ptr, block, P, BLOCK_M)
+        pair = pairs_of(routing.order, block, P, BLOCK_M)
         n = tl.arange(0, BLOCK_N)
-        row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, PAIRED)
+        row = weight_rows(n, tile, N, BLOCK_N, GATE, PAIRED)
         x_of = pair // per_row
         k = tl.arange(0, BLOCK_K)
-        x_at = x_ptr + x_of.to(tl.int64)[:, None] * x_row + k[None, :]
-        weight_at = weight_ptr + expert.to(tl.int64) * weight_expert
-        weight_at += row[:, None] * weight_row + k[None, :] * weight_column
-        FP8: tl.constexpr = x_ptr.dtype.element_ty == tl.float8e4nv
-        WIDE: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
+        x_at = x.ptr + x_of.to(tl.int64)[:, None] * x.row + k[None, :]
+        weight_at = weight.ptr + expert.to(tl.int64) * weight.expert
+        weight_at += row[:, None] * weight.row + k[None, :] * weight.column
+        FP8: tl.constexpr = x.ptr.dtype.element_ty == tl.float8e4nv
+        WIDE: tl.constexpr = tl.int32 if x.ptr.dtype.element_ty == tl.int8 else tl.float32
         sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), WIDE)
-        scale_at = weight_scale_ptr
-        if weight_scale_ptr is not None:
-            scale_at += expert.to(tl.int64) * scale_expert
+        if weight_scale is not None:
+            scale_at = weight_scale.ptr + expert.to(tl.int64) * weight_scale.expert
             if SQUARES:
-                scale_at += tile * (BLOCK_N // SQUARES) // SQUARE * scale_row
+                scale_at += tile * (BLOCK_N // SQUARES) // SQUARE * weight_scale.row
             else:
-                scale_at += (row // SQUARE if SQUARE else row) * scale_row
+                scale_at += (row // SQUARE if SQUARE else row) * weight_scale.row
         for start in range(0, K, BLOCK_K):
             in_x, in_weight = (pair < P)[:, None], (row < ROWS)[:, None]
             if K % BLOCK_K:
                 there = (k < K - start)[None, :]
                 in_x, in_weight = in_x & there, in_weight & there
-            x = tl.load(x_at + start, in_x, 0.0)
-            weight = tl.load(weight_at + start * weight_column, in_weight, 0.0)
+            rows = tl.load(x_at + start, in_x, 0.0)
+            weights = tl.load(weight_at + start * weight.column, in_weight, 0.0)
             if SQUARE:
                 scale = square_scale(
-                    x_scale_ptr + x_of * x_scale_row + start // SQUARE * x_scale_group,
-                    scale_at + start // SQUARE * scale_group,
-                    N // SQUARE * scale_row,
+                    x_scale.ptr + x_of * x_scale.row + start // SQUARE * x_scale.column,
+                    scale_at + start // SQUARE * weight_scale.column,
+                    N // SQUARE * weight_scale.row,
                     pair < P,
                     row < ROWS,
                     SQUARES,
                     SWAP,
                 )
-            left, right = (weight, tl.trans(x)) if SWAP else (x, tl.trans(weight))
+            left, right = (weights, tl.trans(rows)) if SWAP else (rows, tl.trans(weights))
             if SQUARE:
                 sums += tl.dot(left, right, out_dtype=WIDE) * scale
             elif FP8:  # tensor cores accumulate fp8 products with 14 bits
@@ -217,60 +193,56 @@ def _product(
                 sums = tl.dot(left, right, sums, input_precision="ieee", out_dtype=WIDE)
         let_next_start(PDL)
         out = (tl.trans(sums) if SWAP else sums).to(tl.float32)
-        if weight_scale_ptr is not None and not SQUARE:
-            out *= tl.load(x_scale_ptr + x_of * x_scale_row, pair < P, 0.0)[:, None]
+        if weight_scale is not None and not SQUARE:
+            out *= tl.load(x_scale.ptr + x_of * x_scale.row, pair < P, 0.0)[:, None]
             out *= tl.load(scale_at, row < ROWS, 0.0)[None, :]
-        store_pairs(
-            out,
-            bias_ptr,
-            out_ptr,
-            expert,
-            bias_step,
-            pair,
-            P,
-            row,
-            tile,
-            alpha,
-            limit,
-            N,
-            ACTIVATION,
-            PAIRED,
-        )
+        store_pairs(out, bias, out_ptr, expert, pair, P, row, tile, N, GATE, PAIRED)
+
+
+class Matrices(NamedTuple):
+    """A tensor [E, rows, columns], or of a part of these dimensions, as one argument of a kernel."""
+
+    ptr: Tensor
+    expert: int | None = None
+    row: int | None = None
+    column: int | None = None
 
 
 # 4-bit codes of a weight, their scales and zeros, and the bias.
 Codes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
-def _squares(
-    square: int, block: int, rows: int, gated: bool, interleaved: bool, paired: bool
-) -> int:
+def _squares(square: int, block: int, rows: int, gate: Gate | None, paired: bool) -> int:
     """In how many squares the rows of the weight in a tile of `block` are: 1; 2 if gate and up are
     in one each; 0: in any number, or there are no squares.
     """
     if not square:
         return 0
-    if interleaved or not gated:
+    if gate is None or gate.interleaved:
         return 1 if square % block == 0 else 0
     return 2 if paired and rows // 2 % square == 0 and 2 * square % block == 0 else 0
 
 
-def _scale_steps(x_scale: Tensor | None, weight_scale: Tensor | None, square: int) -> list[int]:
-    """The strides of x_scale along rows and groups, and of weight_scale along experts, rows and
-    groups; 0 where one scale serves all.
-    """
+def _scales(
+    x_scale: Tensor | None, weight_scale: Tensor | None, square: int
+) -> tuple[Matrices | None, Matrices | None]:
+    """Both as arguments; the stride is 0 where one scale serves all."""
     if x_scale is None or weight_scale is None:
-        return [0] * 5
+        return None, None
     if square:
-        return [*x_scale.stride(), *weight_scale.stride()]
+        return Matrices(x_scale, None, *x_scale.stride()), Matrices(
+            weight_scale, *weight_scale.stride()
+        )
     by_row = weight_scale.stride(1) if weight_scale.shape[1] > 1 else 0
-    return [x_scale.stride(0) if x_scale.dim() > 1 else 0, 0, weight_scale.stride(0), by_row, 0]
+    return Matrices(x_scale, row=x_scale.stride(0) if x_scale.dim() > 1 else 0), Matrices(
+        weight_scale, weight_scale.stride(0), by_row
+    )
 
 
 def launch_pairs(
     kernel: triton.JITFunction,
     x: Tensor,
-    weight: Sequence[Tensor | None],
+    weight: Sequence[object],
     bias: Tensor | None,
     routing: Routing,
     pairs: int,
@@ -278,7 +250,6 @@ def launch_pairs(
     tile: Launch,
     out_dtype: torch.dtype,
     gate: Gate | None,
-    strides: Sequence[int] = (),
     **constants: object,
 ) -> Tensor:
     """x @ weight.T + bias of the expert of each pair, [P, rows] in out_dtype, or
@@ -287,7 +258,6 @@ def launch_pairs(
 
     x, bias  [T, K], or [P, K] with a row per pair, contiguous rows; [E, rows], likewise
     weight   the kernel's arguments between x and the bias
-    strides  its arguments behind the stride of x
     tile     BLOCK_M pairs, BLOCK_N rows of weight (of gate and up together), and the like
     """
     n = rows if gate is None else rows // 2
@@ -295,22 +265,16 @@ def launch_pairs(
     if pairs:
         blocks = len(routing.expert)
         kernel[(blocks * triton.cdiv(rows, tile["BLOCK_N"]),)](
-            x,
+            Matrices(x, row=x.stride(0)),
             *weight,
-            bias,
+            None if bias is None else Matrices(bias, bias.stride(0)),
             out,
-            routing.order,
-            routing.expert,
+            routing,
             pairs,
             blocks,
             pairs // len(x),
-            x.stride(0),
-            *strides,
-            0 if bias is None else bias.stride(0),
-            *((0.0, None) if gate is None else (gate["alpha"], gate["limit"])),
             N=n,
-            ACTIVATION=None if gate is None else gate["activation"],
-            INTERLEAVED=gate is not None and gate["interleaved"],
+            GATE=gate,
             **constants,
             **tile,
             **overlap(x.device),
@@ -340,14 +304,13 @@ def grouped_product(
     tile     BLOCK_N, BLOCK_K, TALL and launch options; square is 0 or a multiple of BLOCK_K
     """
     experts, rows, columns = weight.shape
-    interleaved = gate is not None and gate["interleaved"]
     # Where neighbouring rows of the weight are neighbours in memory, they stay together.
-    paired = interleaved or weight.stride(2) == 1
-    x_row, x_group, *of_weight = _scale_steps(x_scale, weight_scale, square)
+    paired = bool(gate and gate.interleaved) or weight.stride(2) == 1
+    of_x, of_weight = _scales(x_scale, weight_scale, square)
     return launch_pairs(
         _product,
         x,
-        (x_scale, weight, weight_scale),
+        (of_x, Matrices(weight, *weight.stride()), of_weight),
         bias,
         routing,
         pairs,
@@ -355,10 +318,9 @@ def grouped_product(
         tile,
         out_dtype,
         gate,
-        (x_row, x_group, *weight.stride(), *of_weight),
         E=experts,
         K=columns,
         PAIRED=paired,
         SQUARE=square,
-        SQUARES=_squares(square, tile["BLOCK_N"], rows, gate is not None, interleaved, paired),
+        SQUARES=_squares(square, tile["BLOCK_N"], rows, gate, paired),
     )

@@ -2,6 +2,8 @@
 sums of products.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,11 +18,16 @@ def packed_words(packed: Tensor) -> Tensor:
     return packed.view(-1).view(torch.int32) if packed.itemsize < 4 else packed
 
 
-def packed_operands(
-    words: Tensor, scale: Tensor, zeros: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A weight as kernels take it."""
-    return words, packed_words(scale), None if zeros is None else packed_words(zeros)
+class PackedWeight(NamedTuple):
+    """A weight as one argument of a kernel: words, and packed_words() of their scales and zeros."""
+
+    words: Tensor
+    scale: Tensor
+    zeros: Tensor | None
+
+
+def packed_weight(words: Tensor, scale: Tensor, zeros: Tensor | None) -> PackedWeight:
+    return PackedWeight(words, packed_words(scale), None if zeros is None else packed_words(zeros))
 
 
 def number_types(dtype: torch.dtype) -> dict[str, tl.dtype]:
@@ -47,25 +54,6 @@ def _read(packed_ptr, at, inside, BYTES: tl.constexpr):
 
 
 @triton.jit
-def e2m1_part(
-    words,
-    scale_at,
-    inside,
-    WARPS: tl.constexpr,
-    NUMBER: tl.constexpr,
-    ALONE: tl.constexpr = False,
-):
-    """The values [BLOCK_N, 128] of words [BLOCK_N, 4, 4] in NUMBER, without E2M1_UNIT.
-
-    scale_at  pointers [BLOCK_N, 4], in the order in which the words are read: the four threads of a
-              row read the same; `inside` [BLOCK_N, 1]: where there is a row
-    """
-    exponent = group_values(tl.load(scale_at, inside, 0), 32, 8)
-    factor = exponent * 0x00800080  # in the exponents of two bf16
-    return fragments(words, None, factor, WARPS, tl.bfloat16, NUMBER, ALONE)
-
-
-@triton.jit
 def _minus_zeros(words, zeros_ptr, at, inside, GROUP: tl.constexpr, SIXTEEN: tl.constexpr):
     """What is added to the codes of the words."""
     if zeros_ptr is None:
@@ -76,66 +64,65 @@ def _minus_zeros(words, zeros_ptr, at, inside, GROUP: tl.constexpr, SIXTEEN: tl.
 
 
 @triton.jit
-def int4_part(
+def part_values(
     words,
-    scale_ptr,
-    zeros_ptr,
+    weight,
     at,
     inside,
     GROUP: tl.constexpr,
+    INT4: tl.constexpr,
     SIXTEEN: tl.constexpr,
     WARPS: tl.constexpr,
     NUMBER: tl.constexpr,
     ALONE: tl.constexpr = False,
 ):
-    """As e2m1_part, of int4 codes, rounded to SIXTEEN.
+    """The values [BLOCK_N, 128] of words [BLOCK_N, 4, 4] in NUMBER: of int4 codes, rounded to
+    SIXTEEN, or of e2m1 codes, without E2M1_UNIT.
 
-    scale_ptr, zeros_ptr  packed_words()
-    at                    where they have the part of the rows that are read [BLOCK_N, 4]
+    at      where the PackedWeight has the scales of this part [BLOCK_N, 4], in the order in which
+            the words are read: the four threads of a row read the same
+    inside  [BLOCK_N, 1]: where there is a row
     """
-    added = _minus_zeros(words, zeros_ptr, at, inside, GROUP, SIXTEEN)
-    factor = doubled(group_values(_read(scale_ptr, at, inside, 128 // GROUP * 2), GROUP, 16))
-    return fragments(words, added, factor, WARPS, SIXTEEN, NUMBER, ALONE)
+    if INT4:
+        added = _minus_zeros(words, weight.zeros, at, inside, GROUP, SIXTEEN)
+        scale = _read(weight.scale, at, inside, 128 // GROUP * 2)
+        factor = doubled(group_values(scale, GROUP, 16))
+        return fragments(words, added, factor, WARPS, SIXTEEN, NUMBER, ALONE)
+    else:
+        exponent = group_values(tl.load(weight.scale + at, inside, 0), 32, 8)
+        factor = exponent * 0x00800080  # in the exponents of two bf16
+        return fragments(words, None, factor, WARPS, tl.bfloat16, NUMBER, ALONE)
 
 
 @triton.jit
-def add_e2m1(sums, x, words, scale_at, inside, WARPS: tl.constexpr, ALONE: tl.constexpr = False):
-    """The sums with the products of a part: x [BLOCK_M, 128], others as in e2m1_part."""
-    weight = e2m1_part(words, scale_at, inside, WARPS, x.dtype, ALONE)
-    return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
-
-
-@triton.jit
-def add_int4(
+def add_part(
     sums,
     x,
     words,
-    scale_ptr,
-    zeros_ptr,
+    weight,
     at,
     row_at,
     inside,
     in_rows,
     GROUP: tl.constexpr,
+    INT4: tl.constexpr,
     SIXTEEN: tl.constexpr,
     WARPS: tl.constexpr,
     ALONE: tl.constexpr = False,
 ):
-    """As add_e2m1, others as in int4_part. row_at, in_rows [BLOCK_N, 1]: as `at` and `inside`, of
-    the rows in the order of the sums.
+    """The sums with the products of a part: x [BLOCK_M, 128], others as in part_values. row_at,
+    in_rows [BLOCK_N, 1]: as `at` and `inside`, of the rows in the order of the sums.
 
-    Codes minus zeros are exact in 16 bits, times their scales they are not: where a part is one
-    group, sums are scaled. A product for each of several groups would cost several times as much,
-    as its weights would go through shared memory: there, weights are scaled.
+    int4 codes minus zeros are exact in 16 bits, times their scales they are not: where a part is
+    one group, sums are scaled. A product for each of several groups would cost several times as
+    much, as its weights would go through shared memory: there, weights are scaled.
     """
-    if GROUP == 128:
-        added = _minus_zeros(words, zeros_ptr, at, inside, GROUP, SIXTEEN)
-        weight = fragments(words, added, None, WARPS, SIXTEEN, x.dtype, ALONE)
-        product = tl.dot(weight, tl.trans(x), input_precision="ieee", out_dtype=tl.float32)
-        scale = _read(scale_ptr, row_at, in_rows, 2).to(tl.int16).to(SIXTEEN, bitcast=True)
+    if INT4 and GROUP == 128:
+        added = _minus_zeros(words, weight.zeros, at, inside, GROUP, SIXTEEN)
+        values = fragments(words, added, None, WARPS, SIXTEEN, x.dtype, ALONE)
+        product = tl.dot(values, tl.trans(x), input_precision="ieee", out_dtype=tl.float32)
+        scale = _read(weight.scale, row_at, in_rows, 2).to(tl.int16).to(SIXTEEN, bitcast=True)
         return sums + product * scale.to(tl.float32)
     else:
-        weight = int4_part(
-            words, scale_ptr, zeros_ptr, at, inside, GROUP, SIXTEEN, WARPS, x.dtype, ALONE
-        )
-        return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+        values = part_values(words, weight, at, inside, GROUP, INT4, SIXTEEN, WARPS, x.dtype, ALONE)
+        return tl.dot(values, tl.trans(x), sums, input_precision="ieee")

@@ -6,19 +6,16 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.kernels.triton.w4a16.fragment_products import (
-    e2m1_part,
-    int4_part,
     number_types,
-    packed_operands,
+    packed_weight,
+    part_values,
 )
 from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, strip_offset
 
 
 @triton.jit
 def _unpack(
-    words_ptr,
-    scale_ptr,
-    zeros_ptr,
+    weight,
     out_ptr,
     N,
     K: tl.constexpr,
@@ -35,15 +32,14 @@ def _unpack(
     read = tl.program_id(0) * BLOCK_N + fragment_row(place, num_warps)
     inside = read < N
     at = strip_offset(read, part, PARTS).to(tl.int64)
-    words = tl.load(words_ptr + at * 16 + tl.arange(0, 16)[None, :], inside, 0)
+    words = tl.load(weight.words + at * 16 + tl.arange(0, 16)[None, :], inside, 0)
     of_row = at + tl.zeros((1, 4), tl.int32)
     words = tl.reshape(words, (BLOCK_N, 4, 4))
-    if INT4:
-        values = int4_part(
-            words, scale_ptr, zeros_ptr, of_row, inside, GROUP, SIXTEEN, num_warps, NUMBER, True
-        )
-    else:
-        values = e2m1_part(words, scale_ptr + of_row, inside, num_warps, NUMBER, True) * E2M1_UNIT
+    values = part_values(
+        words, weight, of_row, inside, GROUP, INT4, SIXTEEN, num_warps, NUMBER, True
+    )
+    if not INT4:
+        values *= E2M1_UNIT
     row = tl.program_id(0) * BLOCK_N + place
     column = part * 128 + tl.arange(0, 128)[None, :]
     to = out_ptr + row.to(tl.int64) * K + column
@@ -66,7 +62,7 @@ def unpacked(
     n = len(words) * STRIP.value
     out = words.new_empty((n, columns), dtype=dtype)
     _unpack[(triton.cdiv(n, 64), triton.cdiv(columns, 128))](
-        *packed_operands(words, scale, zeros),
+        packed_weight(words, scale, zeros),
         out,
         n,
         K=columns,

@@ -18,10 +18,9 @@ from atomc.kernels.triton.launch.launch import (
 from atomc.kernels.triton.launch.tile_table import StripTile
 from atomc.kernels.triton.launch.tiles import LINEAR_4_BITS
 from atomc.kernels.triton.w4a16.fragment_products import (
-    add_e2m1,
-    add_int4,
+    add_part,
     number_types,
-    packed_operands,
+    packed_weight,
 )
 from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, strip_offset
 
@@ -29,9 +28,7 @@ from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row,
 @triton.jit(do_not_specialize=["M"])
 def _rows(
     x_ptr,
-    words_ptr,
-    scale_ptr,
-    zeros_ptr,
+    weight,
     bias_ptr,
     out_ptr,
     M,
@@ -56,7 +53,7 @@ def _rows(
     place = tl.arange(0, BLOCK_N)[:, None]
     row = tl.program_id(1) * BLOCK_N + place
     read = tl.program_id(1) * BLOCK_N + fragment_row(place, num_warps)
-    words_at = words_ptr + (read // STRIP * PARTS + first).to(tl.int64) * (STRIP * 16)
+    words_at = weight.words + (read // STRIP * PARTS + first).to(tl.int64) * (STRIP * 16)
     words_at += read % STRIP * 16 + tl.arange(0, 16)[None, :]
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     k = first * 128 + tl.arange(0, 128)[None, :]
@@ -70,25 +67,21 @@ def _rows(
             in_x = in_x & (k < K - part * 128)
         words = tl.reshape(tl.load(words_at + part * (STRIP * 16), inside, 0), (BLOCK_N, 4, 4))
         x = tl.load(x_at + part * 128, in_x, 0.0).to(NUMBER)
-        at = strip_offset(read, first + part, PARTS) + tl.zeros((1, 4), tl.int32)
-        if INT4:
-            sums = add_int4(
-                sums,
-                x,
-                words,
-                scale_ptr,
-                zeros_ptr,
-                at,
-                strip_offset(row, first + part, PARTS),
-                inside,
-                in_rows,
-                GROUP,
-                SIXTEEN,
-                num_warps,
-                BLOCK_M < 16,
-            )
-        else:
-            sums = add_e2m1(sums, x, words, scale_ptr + at, inside, num_warps, BLOCK_M < 16)
+        sums = add_part(
+            sums,
+            x,
+            words,
+            weight,
+            strip_offset(read, first + part, PARTS) + tl.zeros((1, 4), tl.int32),
+            strip_offset(row, first + part, PARTS),
+            inside,
+            in_rows,
+            GROUP,
+            INT4,
+            SIXTEEN,
+            num_warps,
+            BLOCK_M < 16,
+        )
     let_next_start(PDL)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     out = tl.trans(sums if INT4 else sums * E2M1_UNIT)
@@ -143,7 +136,7 @@ def multiply(
         sums = out if splits == 1 else out.new_empty((splits, rows, n), dtype=torch.float32)
         _rows[(triton.cdiv(rows, tile.rows), triton.cdiv(n, tile.weight_rows), splits)](
             x.reshape(rows, k).contiguous(),
-            *packed_operands(words, scale, zeros),
+            packed_weight(words, scale, zeros),
             bias if splits == 1 else None,
             sums,
             rows,
