@@ -17,7 +17,7 @@ BLOCK = 4096
 NUM_WARPS = 16
 # The row has this many parts, whose largest weights are sorted to bound top_k.
 PARTS = 1024
-ONE = 0x3F800000  # the bits of 1.0, which is the largest weight
+ONE = tl.constexpr(0x3F800000)  # the bits of 1.0, which is the largest weight
 
 
 @triton.jit
@@ -60,6 +60,21 @@ def _found(found_ptr, num_found, least, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _largest_bound(found_ptr, num_found, low, count, mass, scale, BLOCK: tl.constexpr):
+    """The largest number, from `low` on, such that `count` candidates are at least this, or, if that
+    is None, candidates with `mass`.
+    """
+    high = tl.full([], ONE + 1, tl.int32)
+    while high - low > 1:
+        middle = (low + high) // 2
+        count_here, mass_here = _found(found_ptr, num_found, middle, scale, BLOCK)
+        enough = mass_here >= mass if count is None else count_here >= count
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
 def _least(
     row_ptr,
     found_ptr,
@@ -72,7 +87,6 @@ def _least(
     scale,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    ONE: tl.constexpr,
 ):
     """The bits of the smallest weight that top_k and then top_p keep."""
     lane = tl.arange(0, BLOCK)
@@ -99,29 +113,15 @@ def _least(
         tl.store(found_ptr + num_found + tl.cumsum(inside, 0) - 1, bits, inside > 0)
         num_found += tl.sum(inside)
     tl.debug_barrier()
-    # The largest `low` such that top_k weights are at least `low`; then the same for a share top_p
-    # of their mass.
     low = tl.full([], 0, tl.int32)
     if top_k < V:
-        high = tl.full([], ONE + 1, tl.int32)
-        while high - low > 1:
-            middle = (low + high) // 2
-            count, mass = _found(found_ptr, num_found, middle, scale, BLOCK)
-            enough = count >= top_k
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        count, total = _found(found_ptr, num_found, low, scale, BLOCK)
+        low = _largest_bound(found_ptr, num_found, low, top_k, None, scale, BLOCK)
+        _, total = _found(found_ptr, num_found, low, scale, BLOCK)
     if top_p < 1.0:
         wanted = top_p * total.to(tl.float64)
         limit = wanted.to(tl.int64)
         limit = tl.minimum(limit + (limit.to(tl.float64) < wanted).to(tl.int64), total)
-        high = tl.full([], ONE + 1, tl.int32)
-        while high - low > 1:
-            middle = (low + high) // 2
-            count, mass = _found(found_ptr, num_found, middle, scale, BLOCK)
-            enough = mass >= limit
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
+        low = _largest_bound(found_ptr, num_found, low, None, limit, scale, BLOCK)
     return low
 
 
@@ -159,7 +159,6 @@ def _inverse_transform(
     FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    ONE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     R = tl.num_programs(0)
@@ -202,7 +201,6 @@ def _inverse_transform(
                         scale,
                         BLOCK,
                         PARTS,
-                        ONE,
                     ),
                 )
         token = _token(row_ptr, V, top, temperature, least, number, scale, BLOCK)
@@ -236,7 +234,6 @@ def inverse_transform(logits: Tensor, columns: Tensor, *, filtered: bool) -> tup
         FILTERED=filtered,
         BLOCK=BLOCK,
         PARTS=PARTS,
-        ONE=ONE,
         num_warps=NUM_WARPS,
     )
     return tokens, tops

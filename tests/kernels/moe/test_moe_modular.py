@@ -570,7 +570,7 @@ def test_the_batched_kernel_compiles_for_gpus_that_are_not_here(
         [sys.executable, script, target], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["_batched compiled"] * kernels
+    assert done.stdout.splitlines() == ["_product compiled"] * kernels
 
 
 def test_results_that_finalize_has_to_weight_are_never_weighted_by_delegate() -> None:

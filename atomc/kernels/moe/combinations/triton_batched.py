@@ -46,6 +46,7 @@ class TritonBatched(ExpertsKernel):
         # Triton is optional.
         from atomc.kernels.moe.combinations.batched_triton import batched_product
         from atomc.kernels.moe.triton_quantizers import quantize
+        from atomc.kernels.triton.experts.expert_gate import Gate
 
         assert dispatched.expert_num_tokens is not None
         w, scheme, num_tokens = weights, config.scheme, dispatched.expert_num_tokens
@@ -58,7 +59,7 @@ class TritonBatched(ExpertsKernel):
             num_tokens,
             workspace13,
             block=scheme.block,
-            **config.gate,
+            gate=Gate(**config.gate),
         )
         codes, scale = quantize(scheme, workspace13)
         batched_product(

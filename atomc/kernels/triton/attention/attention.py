@@ -11,6 +11,7 @@ K, D head width.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +22,11 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike
 from atomc.kernels.triton.attention.attention_tiles import Tiling, fitted_tiling, tiling
-from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
+from atomc.kernels.triton.attention.combine_splits import (
+    combined,
+    empty_splits,
+    store_attended,
+)
 from atomc.kernels.triton.attention.sequences import tokens_of
 from atomc.kernels.triton.launch.launch import (
     dot_size,
@@ -44,6 +49,34 @@ from atomc.platform import Platform
 
 MAX_WIDTH, MAX_GROUP = 256, 128
 LOG2_E = math.log2(math.e)
+BASE_2 = tl.constexpr(LOG2_E)
+
+
+class Heads(NamedTuple):
+    """[T, N, D] as one argument of a kernel."""
+
+    ptr: Tensor
+    row: int
+    head: int
+
+
+class Cache(NamedTuple):
+    """[blocks, block_size, K, D] as one argument of a kernel."""
+
+    # In this order; decode of 128 columns has 78 registers, and 96 with the strides reversed.
+    ptr: Tensor
+    head: int
+    slot: int
+    block: int
+
+
+def cache_of(x: Tensor) -> Cache:
+    return Cache(byte_view(x), *reversed(x.stride()[:3]))
+
+
+@triton.jit
+def _of_head(cache, head):
+    return Cache(cache.ptr + head * cache.head, cache.head, cache.slot, cache.block)
 
 
 @triton.jit
@@ -54,15 +87,9 @@ def _walk(
     q,
     q_rest,
     table,
-    k_ptr,
-    rest_ptr,
-    v_ptr,
-    k_block,
-    k_slot,
-    rest_block,
-    rest_slot,
-    v_block,
-    v_slot,
+    k,
+    rest,
+    v,
     first,
     last,
     position,
@@ -100,23 +127,23 @@ def _walk(
         else:
             block = tl.load(table + key // BLOCK_SIZE).to(OFFSET)
             slot = key % BLOCK_SIZE
-        k_at = k_ptr + ((block * k_block + slot * k_slot)[:, None] + d[None, :])
-        v_at = v_ptr + ((block * v_block + slot * v_slot)[:, None] + dv[None, :])
+        k_at = k.ptr + ((block * k.block + slot * k.slot)[:, None] + d[None, :])
+        v_at = v.ptr + ((block * v.block + slot * v.slot)[:, None] + dv[None, :])
         if MASKED or q.shape[1] > D:
-            k = tl.load(k_at, mask=(key < last)[:, None] & (d < D)[None, :], other=0)
+            keys = tl.load(k_at, mask=(key < last)[:, None] & (d < D)[None, :], other=0)
         else:
-            k = tl.load(k_at)
+            keys = tl.load(k_at)
         if MASKED or acc.shape[1] != DV:
-            v = tl.load(v_at, mask=(key < last)[:, None] & (dv < DV)[None, :], other=0)
+            values = tl.load(v_at, mask=(key < last)[:, None] & (dv < DV)[None, :], other=0)
         else:
-            v = tl.load(v_at)
-        k = code_numbers(k, q.dtype, CODES)
-        v = code_numbers(v, q.dtype, CODES)
+            values = tl.load(v_at)
+        keys = code_numbers(keys, q.dtype, CODES)
+        values = code_numbers(values, q.dtype, CODES)
 
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if REST:
             r = tl.arange(0, q_rest.shape[1])
-            r_at = rest_ptr + ((block * rest_block + slot * rest_slot)[:, None] + r[None, :])
+            r_at = rest.ptr + ((block * rest.block + slot * rest.slot)[:, None] + r[None, :])
             if MASKED or q_rest.shape[1] > REST:
                 k_rest = tl.load(r_at, mask=(key < last)[:, None] & (r < REST)[None, :], other=0)
             else:
@@ -141,17 +168,17 @@ def _walk(
         weights = tl.exp2(scores * unit - shift[:, None])
         decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
         peak = highest
     return acc, total, peak
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
 def _attend(
-    q_ptr,
-    k_ptr,
-    rest_ptr,
-    v_ptr,
+    q,
+    k,
+    rest,
+    v,
     out_ptr,
     lse_ptr,
     query_start,
@@ -163,17 +190,6 @@ def _attend(
     num_rows,
     num_sequences,
     table_row,
-    q_row,
-    q_head,
-    k_block,
-    k_slot,
-    k_head,
-    rest_block,
-    rest_slot,
-    rest_head,
-    v_block,
-    v_slot,
-    v_head,
     inner,
     unit,
     N: tl.constexpr,
@@ -190,11 +206,8 @@ def _attend(
     OFFSET: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
     BY_SEQUENCE: tl.constexpr,
-    SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr,
-    LOG2_E: tl.constexpr,
     CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -202,6 +215,8 @@ def _attend(
     that a tile sees. REST: how many columns of q and k are multiplied after the first D.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    SPLIT: tl.constexpr = lse_ptr is not None
+    FIRST: tl.constexpr = 1 if BY_SEQUENCE or WINDOW else 0
     wait_for_last(PDL)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -227,13 +242,11 @@ def _attend(
         unit *= scale_of_numbers(k_scale, CODES)
     num_new = end - start
     table = block_tables + tl.cast(s, tl.int64) * table_row
-    k_ptr += kv_head * k_head
-    rest_ptr += kv_head * rest_head
-    v_ptr += kv_head * v_head
+    k, rest, v = _of_head(k, kv_head), _of_head(rest, kv_head), _of_head(v, kv_head)
     m = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + m % GROUP
     d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    dv = tl.arange(0, BLOCK_DV)[None, :]
     for first_token in range(first_tile, end_tile, BLOCK_Q):
         token = first_token + m // GROUP
         valid = (m < BLOCK_Q * GROUP) & (token < num_new)
@@ -255,44 +268,38 @@ def _attend(
             chunk = tl.maximum(tl.cdiv(tl.cdiv(last - first, tl.num_programs(2)), 16) * 16, BLOCK_N)
             first += split * chunk
             last = tl.minimum(last, first + chunk)
-        first_key = first
 
-        q_at = q_ptr + ((start + token).to(tl.int64) * q_row + head * q_head)[:, None]
-        q = tl.load(q_at + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
-        q_rest = q
+        q_at = q.ptr + ((start + token).to(tl.int64) * q.row + head * q.head)[:, None]
+        queries = tl.load(q_at + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        q_rest = queries
         if REST:
             r = tl.arange(0, BLOCK_REST)[None, :]
             q_rest = tl.load(q_at + D + r, mask=valid[:, None] & (r < REST), other=0.0)
         peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if SINKS and split == 0:
+        if sinks is not None and split == 0:
             # A sink is a key without value; only the first split counts it.
-            peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2_E
+            peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * BASE_2
             total += 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        if not BY_SEQUENCE and not WINDOW:
+        end_whole = first
+        if FIRST == 0:
             # All rows of a wide tile see most of its keys.
-            whole = (
-                tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0) // BLOCK_N * BLOCK_N
-            )
+            whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0)
+            end_whole += whole // BLOCK_N * BLOCK_N
+        for MASKED in tl.static_range(FIRST, 2):
             acc, total, peak = _walk(
                 acc,
                 total,
                 peak,
-                q,
+                queries,
                 q_rest,
                 table,
-                k_ptr,
-                rest_ptr,
-                v_ptr,
-                k_block,
-                k_slot,
-                rest_block,
-                rest_slot,
-                v_block,
-                v_slot,
-                first,
-                first + whole,
+                k,
+                rest,
+                v,
+                end_whole if MASKED else first,
+                last if MASKED else end_whole,
                 position,
                 inner,
                 unit,
@@ -305,43 +312,9 @@ def _attend(
                 WINDOW,
                 SOFTCAP,
                 SPLIT,
-                False,
+                MASKED,
                 CODES,
             )
-            first += whole
-        acc, total, peak = _walk(
-            acc,
-            total,
-            peak,
-            q,
-            q_rest,
-            table,
-            k_ptr,
-            rest_ptr,
-            v_ptr,
-            k_block,
-            k_slot,
-            rest_block,
-            rest_slot,
-            v_block,
-            v_slot,
-            first,
-            last,
-            position,
-            inner,
-            unit,
-            D,
-            REST,
-            DV,
-            BLOCK_N,
-            BLOCK_SIZE,
-            OFFSET,
-            WINDOW,
-            SOFTCAP,
-            SPLIT,
-            True,
-            CODES,
-        )
 
         # Launched earlier, `combined` takes room from running programs. H200, 8 x 1,024
         # keys, 8 splits: 18.3 us; here 14.4.
@@ -349,13 +322,8 @@ def _attend(
         # A row that sees no key has the result 0, and the peak -inf.
         total = tl.where(total == 0.0, 1.0, total)
         acc = acc / total[:, None] * scale_of_numbers(v_scale, CODES)
-        out_row = ((start + token).to(tl.int64) * N + head) * tl.num_programs(2) + split
-        if SPLIT:
-            lse = tl.where(first_key < last, peak + tl.log2(total), -float("inf"))
-            tl.store(lse_ptr + out_row, lse, mask=valid)
-            valid = valid & (first_key < last)
-        out_at = out_ptr + out_row[:, None] * DV + dv[None, :]
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dv < DV)[None, :])
+        row = ((start + token).to(tl.int64) * N + head) * tl.num_programs(2) + split
+        store_attended(out_ptr, lse_ptr, acc, total, peak, row, dv, valid, first < last, DV)
 
 
 def attend(
@@ -394,10 +362,8 @@ def attend(
     group = num_heads // kv_heads
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // group))
     _attend[(tiles, kv_heads, cut.splits)](
-        q,
-        byte_view(k_cache),
-        byte_view(k_rest),
-        byte_view(v_cache),
+        Heads(q, *q.stride()[:2]),
+        *map(cache_of, (k_cache, k_rest, v_cache)),
         into,
         lse,
         query_start,
@@ -409,11 +375,6 @@ def attend(
         num_rows,
         num_sequences,
         block_tables.stride(0),
-        q.stride(0),
-        q.stride(1),
-        *k_cache.stride()[:3],
-        *k_rest.stride()[:3],
-        *v_cache.stride()[:3],
         *score_factors(scale, softcap),
         N=num_heads,
         GROUP=group,
@@ -421,10 +382,7 @@ def attend(
         OFFSET=offset_type(k_cache, k_rest, v_cache),
         WINDOW=window,
         SOFTCAP=softcap != 0.0,
-        SINKS=sinks is not None,
-        SPLIT=lse is not None,
         CAUSAL=causal,
-        LOG2_E=LOG2_E,
         CODES=codes_of(k_cache)["CODES"],
         **_tile_arguments(cut, width, k_rest.shape[-1], v_cache.shape[-1]),
         **overlap(q.device),

@@ -18,6 +18,20 @@ COLUMNS, FEW_ROWS, COLUMNS_OF_MORE = 64, 256, 512
 A_WARP = 2048
 
 
+@triton.jit
+def store_attended(out_ptr, lse_ptr, acc, total, peak, row, dv, valid, some, DV: tl.constexpr):
+    """Store the results of a tile in these rows [M] and columns [1, D], and the logarithms in base
+    2 of their softmax masses where there is memory for these; no results if `some` is false: the
+    split has no keys.
+    """
+    if lse_ptr is not None:
+        lse = tl.where(some, peak + tl.log2(total), -float("inf"))
+        tl.store(lse_ptr + row, lse, mask=valid)
+        valid = valid & some
+    out_at = out_ptr + row[:, None] * DV + dv
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dv < DV))
+
+
 @triton.jit(do_not_specialize=["num_splits"])
 def _combine_splits(
     partial_ptr,

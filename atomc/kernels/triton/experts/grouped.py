@@ -115,7 +115,20 @@ def square_scale(x_at, weight_at, up, in_x, in_weight, SQUARES: tl.constexpr, SW
             return of_x[:, None] * of_weight[None, :]
 
 
-@triton.jit(do_not_specialize=["P", "blocks"])
+@triton.jit
+def _batch_rows(num_tokens_ptr, block, P, capacity, BLOCK_M: tl.constexpr):
+    """The expert of a block of a batch [E, capacity, ...], -1 where it uses none of these rows; and
+    their numbers, P where there is none.
+    """
+    blocks = tl.cdiv(capacity, BLOCK_M)
+    expert = block // blocks
+    m = block % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    used = tl.load(num_tokens_ptr + expert)
+    rows = tl.where(m < used, expert * capacity + m, P)
+    return tl.where(block % blocks * BLOCK_M < used, expert, -1), rows
+
+
+@triton.jit(do_not_specialize=["P", "blocks", "capacity"])
 def _product(
     x,
     x_scale,
@@ -127,6 +140,7 @@ def _product(
     P,
     blocks,
     per_row,
+    capacity,
     E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -141,16 +155,20 @@ def _product(
     PDL: tl.constexpr,
 ):
     """x of pair p is in row p // per_row. SQUARE: the size of the squares that share a scale of the
-    weight, 0 for scales of rows; SQUARES: see _squares.
+    weight, 0 for scales of rows; SQUARES: see _squares. capacity: of a batch; routing.expert has
+    the numbers of rows that its experts use.
     """
     # Rows of the weight go down the tile of the tensor cores, which is 64 high.
     SWAP: tl.constexpr = BLOCK_M < 64
     wait_for_last(PDL)
     ROWS: tl.constexpr = N if GATE is None else 2 * N
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
-    expert = tl.load(routing.expert + block)
+    if capacity is None:
+        expert = tl.load(routing.expert + block)
+    else:
+        expert, rows = _batch_rows(routing.expert, block, P, capacity, BLOCK_M)
     if (expert >= 0) & (expert < E):
-        pair = pairs_of(routing.order, block, P, BLOCK_M)
+        pair = pairs_of(routing.order, block, P, BLOCK_M) if capacity is None else rows
         n = tl.arange(0, BLOCK_N)
         row = weight_rows(n, tile, N, BLOCK_N, GATE, PAIRED)
         x_of = pair // per_row
@@ -172,8 +190,8 @@ def _product(
             if K % BLOCK_K:
                 there = (k < K - start)[None, :]
                 in_x, in_weight = in_x & there, in_weight & there
-            rows = tl.load(x_at + start, in_x, 0.0)
-            weights = tl.load(weight_at + start * weight.column, in_weight, 0.0)
+            codes = tl.load(x_at + start, in_x, 0.0)
+            of_rows = tl.load(weight_at + start * weight.column, in_weight, 0.0)
             if SQUARE:
                 scale = square_scale(
                     x_scale.ptr + x_of * x_scale.row + start // SQUARE * x_scale.column,
@@ -184,7 +202,7 @@ def _product(
                     SQUARES,
                     SWAP,
                 )
-            left, right = (weights, tl.trans(rows)) if SWAP else (rows, tl.trans(weights))
+            left, right = (of_rows, tl.trans(codes)) if SWAP else (codes, tl.trans(of_rows))
             if SQUARE:
                 sums += tl.dot(left, right, out_dtype=WIDE) * scale
             elif FP8:  # tensor cores accumulate fp8 products with 14 bits
@@ -200,7 +218,7 @@ def _product(
 
 
 class Matrices(NamedTuple):
-    """A tensor [E, rows, columns], or of a part of these dimensions, as one argument of a kernel."""
+    """[E, rows, columns], or a part of these dimensions, as one argument of a kernel."""
 
     ptr: Tensor
     expert: int | None = None
@@ -250,6 +268,8 @@ def launch_pairs(
     tile: Launch,
     out_dtype: torch.dtype,
     gate: Gate | None,
+    out: Tensor | None = None,
+    blocks: int = 0,
     **constants: object,
 ) -> Tensor:
     """x @ weight.T + bias of the expert of each pair, [P, rows] in out_dtype, or
@@ -261,9 +281,9 @@ def launch_pairs(
     tile     BLOCK_M pairs, BLOCK_N rows of weight (of gate and up together), and the like
     """
     n = rows if gate is None else rows // 2
-    out = x.new_empty((pairs, n), dtype=out_dtype)
+    out = x.new_empty((pairs, n), dtype=out_dtype) if out is None else out
     if pairs:
-        blocks = len(routing.expert)
+        blocks = blocks or len(routing.expert)
         kernel[(blocks * triton.cdiv(rows, tile["BLOCK_N"]),)](
             Matrices(x, row=x.stride(0)),
             *weight,
@@ -294,6 +314,8 @@ def grouped_product(
     out_dtype: torch.dtype,
     square: int = 0,
     gate: Gate | None = None,
+    out: Tensor | None = None,
+    capacity: int | None = None,
 ) -> Tensor:
     """launch_pairs for numbers, or for codes of 8 bits with scales.
 
@@ -302,6 +324,8 @@ def grouped_product(
              [E, N, 1]; or, by squares, [.., ceil(K / square)] and [E, ceil(N / square),
              ceil(K / square)]
     tile     BLOCK_N, BLOCK_K, TALL and launch options; square is 0 or a multiple of BLOCK_K
+    out      for the result, which is allocated otherwise
+    capacity  rows of an expert in a batch, of which it uses routing.expert [E], the first ones
     """
     experts, rows, columns = weight.shape
     # Where neighbouring rows of the weight are neighbours in memory, they stay together.
@@ -318,6 +342,9 @@ def grouped_product(
         tile,
         out_dtype,
         gate,
+        out,
+        experts * triton.cdiv(capacity or 0, tile["BLOCK_M"]),
+        capacity=capacity,
         E=experts,
         K=columns,
         PAIRED=paired,

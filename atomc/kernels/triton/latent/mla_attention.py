@@ -18,9 +18,13 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike, unsupported
-from atomc.kernels.triton.attention.attention import LOG2_E, odd_sequences, offset_type
+from atomc.kernels.triton.attention.attention import LOG2_E, Heads, odd_sequences, offset_type
 from atomc.kernels.triton.attention.attention_tiles import MAX_SPLITS, has_room, multiprocessors
-from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
+from atomc.kernels.triton.attention.combine_splits import (
+    combined,
+    empty_splits,
+    store_attended,
+)
 from atomc.kernels.triton.attention.sequences import tokens_of
 from atomc.kernels.triton.launch.launch import (
     dot_size,
@@ -113,78 +117,20 @@ def add_keys(
     return acc, total, peak
 
 
-@triton.jit
-def _walk(
-    acc,
-    total,
-    peak,
-    q_latent,
-    q_rope,
-    table,
-    cache_ptr,
-    c_block,
-    c_slot,
-    first,
-    last,
-    position,
-    unit,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    MASKED: tl.constexpr,
-    BRANCHES: tl.constexpr,
-    CODES: tl.constexpr,
-):
-    """add_keys for the rows of the cache from `first` to `last`.
+class LatentCache(NamedTuple):
+    """[blocks, block_size, L + R] as one argument of a kernel."""
 
-    Without MASKED, each query sees all of them, and their number is a multiple of BLOCK_N.
-    """
-    c = tl.arange(0, q_latent.shape[1])[None, :]
-    r = tl.arange(0, q_rope.shape[1])[None, :]
-    # In branches, two stages are what fits.
-    for n in tl.range(first, last, BLOCK_N, num_stages=2 if BRANCHES else None):
-        key = n + tl.arange(0, BLOCK_N)
-        if MASKED:
-            block = tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0).to(OFFSET)
-        else:
-            block = tl.load(table + key // BLOCK_SIZE).to(OFFSET)
-        at = cache_ptr + (block * c_block + key % BLOCK_SIZE * c_slot)[:, None]
-        if MASKED:
-            there = (key < last)[:, None]
-            latent = tl.load(at + c, mask=there & (c < L), other=0)
-            k_rope = tl.load(at + L + r, mask=there & (r < R), other=0)
-        else:
-            latent = tl.load(at + c, mask=c < L, other=0)
-            k_rope = tl.load(at + L + r, mask=r < R, other=0)
-        latent = code_numbers(latent, q_latent.dtype, CODES)
-        k_rope = code_numbers(k_rope, q_latent.dtype, CODES)
-
-        seen = (key[None, :] <= position[:, None]) & (key < last)[None, :]
-        acc, total, peak = add_keys(
-            acc,
-            total,
-            peak,
-            q_latent,
-            q_rope,
-            latent,
-            k_rope,
-            seen,
-            unit,
-            n < last,
-            first < last,
-            MASKED,
-            BRANCHES,
-        )
-    return acc, total, peak
+    ptr: Tensor
+    slot: int
+    block: int
 
 
 @triton.jit
 def attend_keys(
-    q_ptr,
-    cache_ptr,
+    q,
+    cache,
     table,
+    chosen,
     row,
     head,
     there,
@@ -193,10 +139,6 @@ def attend_keys(
     first,
     last,
     unit,
-    q_row,
-    q_head,
-    c_block,
-    c_slot,
     L: tl.constexpr,
     R: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -208,71 +150,69 @@ def attend_keys(
     CODES: tl.constexpr,
 ):
     """The weighted latents, sum of weights and maximum in base 2 of a tile, whose queries are those
-    of `row` and `head` where they are `there`, over the rows of the cache from `first` to `last`.
+    of `row` and `head` where they are `there`, over the rows of the cache from `first` to `last`,
+    or those that the numbers from `first` to `last` in `chosen` say, if it is not None.
 
-    position, lowest_position  of the queries, and the lowest of them
+    position, lowest_position  of the queries, and the lowest of them; None for chosen rows
     """
     c = tl.arange(0, BLOCK_L)[None, :]
     r = tl.arange(0, BLOCK_R)[None, :]
-    q_at = q_ptr + (row.to(tl.int64) * q_row + head * q_head)[:, None]
+    q_at = q.ptr + (row.to(tl.int64) * q.row + head * q.head)[:, None]
     q_latent = tl.load(q_at + c, mask=there[:, None] & (c < L), other=0.0)
     q_rope = tl.load(q_at + L + r, mask=there[:, None] & (r < R), other=0.0)
-    peak = tl.full([row.shape[0]], -float("inf"), tl.float32)
-    total = tl.zeros([row.shape[0]], tl.float32)
-    acc = tl.zeros([row.shape[0], BLOCK_L], tl.float32)
-    whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0) // BLOCK_N * BLOCK_N
-    acc, total, peak = _walk(
-        acc,
-        total,
-        peak,
-        q_latent,
-        q_rope,
-        table,
-        cache_ptr,
-        c_block,
-        c_slot,
-        first,
-        first + whole,
-        position,
-        unit,
-        L,
-        R,
-        BLOCK_N,
-        BLOCK_SIZE,
-        OFFSET,
-        False,
-        BRANCHES,
-        CODES,
-    )
-    return _walk(
-        acc,
-        total,
-        peak,
-        q_latent,
-        q_rope,
-        table,
-        cache_ptr,
-        c_block,
-        c_slot,
-        first + whole,
-        last,
-        position,
-        unit,
-        L,
-        R,
-        BLOCK_N,
-        BLOCK_SIZE,
-        OFFSET,
-        True,
-        BRANCHES,
-        CODES,
-    )
+    peak = tl.full([head.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([head.shape[0]], tl.float32)
+    acc = tl.zeros([head.shape[0], BLOCK_L], tl.float32)
+    seen_by_all = first
+    if chosen is None:
+        whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0)
+        seen_by_all = first + whole // BLOCK_N * BLOCK_N
+    for MASKED in tl.static_range(1 if chosen is not None else 0, 2):
+        start = seen_by_all if MASKED else first
+        end = last if MASKED else seen_by_all
+        # In branches, two stages are what fits.
+        for n in tl.range(start, end, BLOCK_N, num_stages=2 if BRANCHES else None):
+            key = n + tl.arange(0, BLOCK_N)
+            inside = key < end
+            if chosen is not None:
+                key = tl.load(chosen + key, mask=inside, other=0)
+            if MASKED:
+                block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(OFFSET)
+            else:
+                block = tl.load(table + key // BLOCK_SIZE).to(OFFSET)
+            at = cache.ptr + (block * cache.block + key % BLOCK_SIZE * cache.slot)[:, None]
+            in_latent, in_rope = c < L, r < R
+            if MASKED:
+                in_latent, in_rope = inside[:, None] & in_latent, inside[:, None] & in_rope
+            latent = tl.load(at + c, mask=in_latent, other=0)
+            k_rope = tl.load(at + L + r, mask=in_rope, other=0)
+            latent = code_numbers(latent, q_latent.dtype, CODES)
+            k_rope = code_numbers(k_rope, q_latent.dtype, CODES)
+            seen = inside[None, :]
+            if chosen is None:
+                seen = (key[None, :] <= position[:, None]) & seen
+            acc, total, peak = add_keys(
+                acc,
+                total,
+                peak,
+                q_latent,
+                q_rope,
+                latent,
+                k_rope,
+                seen,
+                unit,
+                n < end,
+                start < end,
+                MASKED,
+                BRANCHES,
+            )
+    return acc, total, peak
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
 def _attend_latent(
-    q_ptr,
-    cache_ptr,
+    q,
+    cache,
     out_ptr,
     lse_ptr,
     query_start,
@@ -282,10 +222,6 @@ def _attend_latent(
     num_rows,
     num_sequences,
     table_row,
-    q_row,
-    q_head,
-    c_block,
-    c_slot,
     unit,
     H: tl.constexpr,
     TILE_HEADS: tl.constexpr,
@@ -298,7 +234,6 @@ def _attend_latent(
     BLOCK_SIZE: tl.constexpr,
     OFFSET: tl.constexpr,
     BY_SEQUENCE: tl.constexpr,
-    SPLIT: tl.constexpr,
     BRANCHES: tl.constexpr,
     CODES: tl.constexpr,
     PDL: tl.constexpr,
@@ -334,15 +269,16 @@ def _attend_latent(
         if not BY_SEQUENCE:
             last = tl.where(first_token < num_new, last, 0)
         first = 0
-        if SPLIT:
+        if lse_ptr is not None:
             chunk = tl.maximum(tl.cdiv(tl.cdiv(last, tl.num_programs(2)), 16) * 16, BLOCK_N)
             first = split * chunk
             last = tl.minimum(last, first + chunk)
 
         acc, total, peak = attend_keys(
-            q_ptr,
-            cache_ptr,
+            q,
+            cache,
             table,
+            None,
             start + token,
             head,
             valid & (first < last),
@@ -351,10 +287,6 @@ def _attend_latent(
             first,
             last,
             unit,
-            q_row,
-            q_head,
-            c_block,
-            c_slot,
             L,
             R,
             BLOCK_L,
@@ -370,16 +302,8 @@ def _attend_latent(
         # A row that sees no key has the result 0, and the peak -inf.
         total = tl.where(total == 0.0, 1.0, total)
         acc = acc / total[:, None] * scale_of_numbers(kv_scale, CODES)
-        out_row = ((start + token).to(tl.int64) * H + head) * tl.num_programs(2) + split
-        if SPLIT:
-            lse = tl.where(first < last, peak + tl.log2(total), -float("inf"))
-            tl.store(lse_ptr + out_row, lse, mask=valid)
-            valid = valid & (first < last)
-        tl.store(
-            out_ptr + out_row[:, None] * L + c,
-            acc.to(out_ptr.dtype.element_ty),
-            mask=valid[:, None] & (c < L),
-        )
+        row = ((start + token).to(tl.int64) * H + head) * tl.num_programs(2) + split
+        store_attended(out_ptr, lse_ptr, acc, total, peak, row, c, valid, first < last, L)
 
 
 class LatentTiling(NamedTuple):
@@ -431,6 +355,13 @@ def tiling(
     )
 
 
+def latent_operands(q: Tensor, kv_cache: Tensor) -> tuple[Heads, LatentCache]:
+    """q [T, H, L + R] and the cache, as arguments of kernels."""
+    return Heads(q, *q.stride()[:2]), LatentCache(
+        byte_view(kv_cache), *reversed(kv_cache.stride()[:2])
+    )
+
+
 def launch_arguments(
     q: Tensor, kv_cache: Tensor, latent: int, cut: LatentTiling
 ) -> dict[str, int | bool | str | tl.dtype]:
@@ -472,8 +403,7 @@ def attend(
     num_sequences = seq_lens.shape[0]
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // cut.heads))
     _attend_latent[(tiles, triton.cdiv(num_heads, cut.heads), cut.splits)](
-        q,
-        byte_view(kv_cache),
+        *latent_operands(q, kv_cache),
         into,
         lse,
         query_start,
@@ -483,12 +413,8 @@ def attend(
         num_rows,
         num_sequences,
         block_tables.stride(0),
-        q.stride(0),
-        q.stride(1),
-        *kv_cache.stride()[:2],
         scale * LOG2_E,
         BY_SEQUENCE=cut.by_sequence,
-        SPLIT=lse is not None,
         **launch_arguments(q, kv_cache, latent, cut),
     )
     return into if lse is None else combined(into, lse, q.dtype)

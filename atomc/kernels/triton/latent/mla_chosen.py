@@ -15,17 +15,22 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import first_refusal, unlike
 from atomc.kernels.triton.attention.attention import LOG2_E
-from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
+from atomc.kernels.triton.attention.combine_splits import (
+    combined,
+    empty_splits,
+    store_attended,
+)
 from atomc.kernels.triton.latent import mla_attention as dense
 from atomc.kernels.triton.latent.mla_attention import (
     LatentTiling,
-    add_keys,
+    attend_keys,
+    latent_operands,
     launch_arguments,
     tiling,
 )
 from atomc.kernels.triton.launch.launch import let_next_start, wait_for_last
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
-from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, scale_of_numbers
+from atomc.kernels.triton.rows.kv_write import scale_of_numbers
 from atomc.ops.op import Refusal
 
 
@@ -50,8 +55,8 @@ def sequence_of_row(row, query_start, seq_lens, num_sequences):
 
 @triton.jit(do_not_specialize=["num_sequences", "table_row"])
 def _attend_chosen(
-    q_ptr,
-    cache_ptr,
+    q,
+    cache,
     chosen_ptr,
     out_ptr,
     lse_ptr,
@@ -61,11 +66,7 @@ def _attend_chosen(
     kv_scale,
     num_sequences,
     table_row,
-    q_row,
-    q_head,
     chosen_row,
-    c_block,
-    c_slot,
     unit,
     H: tl.constexpr,
     TILE_HEADS: tl.constexpr,
@@ -78,7 +79,6 @@ def _attend_chosen(
     K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     OFFSET: tl.constexpr,
-    SPLIT: tl.constexpr,
     BRANCHES: tl.constexpr,
     CODES: tl.constexpr,
     PDL: tl.constexpr,
@@ -93,7 +93,7 @@ def _attend_chosen(
 
     first = 0
     last = tl.minimum(position + 1, K)
-    if SPLIT:
+    if lse_ptr is not None:
         chunk = tl.cdiv(tl.cdiv(last, tl.num_programs(2)), BLOCK_N) * BLOCK_N
         first = split * chunk
         last = tl.minimum(last, first + chunk)
@@ -103,54 +103,36 @@ def _attend_chosen(
     head = tl.program_id(1) * TILE_HEADS + m
     valid = (m < TILE_HEADS) & (head < H)
     c = tl.arange(0, BLOCK_L)[None, :]
-    r = tl.arange(0, BLOCK_R)[None, :]
-    q_at = q_ptr + (row.to(tl.int64) * q_row + head * q_head)[:, None]
-    read = (valid & (first < last))[:, None]
-    q_latent = tl.load(q_at + c, mask=read & (c < L), other=0.0)
-    q_rope = tl.load(q_at + L + r, mask=read & (r < R), other=0.0)
-    peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    for n in tl.range(first, last, BLOCK_N, num_stages=2 if BRANCHES else None):
-        number = n + tl.arange(0, BLOCK_N)
-        there = number < last
-        key = tl.load(own + number, mask=there, other=0)
-        block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0).to(OFFSET)
-        at = cache_ptr + (block * c_block + key % BLOCK_SIZE * c_slot)[:, None]
-        latent = tl.load(at + c, mask=there[:, None] & (c < L), other=0)
-        k_rope = tl.load(at + L + r, mask=there[:, None] & (r < R), other=0)
-        latent = code_numbers(latent, q_latent.dtype, CODES)
-        k_rope = code_numbers(k_rope, q_latent.dtype, CODES)
-        acc, total, peak = add_keys(
-            acc,
-            total,
-            peak,
-            q_latent,
-            q_rope,
-            latent,
-            k_rope,
-            there[None, :],
-            unit,
-            n < last,
-            first < last,
-            True,
-            BRANCHES,
-        )
+    acc, total, peak = attend_keys(
+        q,
+        cache,
+        table,
+        own,
+        row,
+        head,
+        valid & (first < last),
+        None,
+        None,
+        first,
+        last,
+        unit,
+        L,
+        R,
+        BLOCK_L,
+        BLOCK_R,
+        BLOCK_N,
+        BLOCK_SIZE,
+        OFFSET,
+        BRANCHES,
+        CODES,
+    )
 
     let_next_start(PDL)
     # A row that sees no key has the result 0, and the peak -inf.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None] * scale_of_numbers(kv_scale, CODES)
     out_row = (row.to(tl.int64) * H + head) * tl.num_programs(2) + split
-    if SPLIT:
-        lse = tl.where(first < last, peak + tl.log2(total), -float("inf"))
-        tl.store(lse_ptr + out_row, lse, mask=valid)
-        valid = valid & (first < last)
-    tl.store(
-        out_ptr + out_row[:, None] * L + c,
-        acc.to(out_ptr.dtype.element_ty),
-        mask=valid[:, None] & (c < L),
-    )
+    store_attended(out_ptr, lse_ptr, acc, total, peak, out_row, c, valid, first < last, L)
 
 
 def attend_chosen(
@@ -171,8 +153,7 @@ def attend_chosen(
     num_rows, num_heads, _ = q.shape
     into, lse = empty_splits(q, latent, cut.splits)
     _attend_chosen[(num_rows, triton.cdiv(num_heads, cut.heads), cut.splits)](
-        q,
-        byte_view(kv_cache),
+        *latent_operands(q, kv_cache),
         chosen,
         into,
         lse,
@@ -182,13 +163,9 @@ def attend_chosen(
         kv_scale,
         seq_lens.shape[0],
         block_tables.stride(0),
-        q.stride(0),
-        q.stride(1),
         chosen.stride(0),
-        *kv_cache.stride()[:2],
         scale * LOG2_E,
         K=chosen.shape[-1],
-        SPLIT=lse is not None,
         **launch_arguments(q, kv_cache, latent, cut),
     )
     return into if lse is None else combined(into, lse, q.dtype)

@@ -14,9 +14,14 @@ from torch import Tensor
 from atomc.kernels.triton.attention.attention import LOG2_E
 from atomc.kernels.triton.attention.attention_tiles import multiprocessors
 from atomc.kernels.triton.attention.sequences import num_tiles_with_prefix, tokens_with_prefix
-from atomc.kernels.triton.latent.mla_attention import LatentTiling, attend_keys, launch_arguments
+from atomc.kernels.triton.latent.mla_attention import (
+    LatentTiling,
+    attend_keys,
+    latent_operands,
+    launch_arguments,
+)
 from atomc.kernels.triton.launch.launch import let_next_start, wait_for_last
-from atomc.kernels.triton.rows.kv_write import byte_view, scale_of_numbers
+from atomc.kernels.triton.rows.kv_write import scale_of_numbers
 
 # Per multiprocessor: more than run at once, so that one that is late gets less to do.
 PROGRAMS = 4
@@ -24,8 +29,8 @@ PROGRAMS = 4
 
 @triton.jit(do_not_specialize=["num_sequences", "table_row"])
 def _attend_prefixes(
-    q_ptr,
-    cache_ptr,
+    q,
+    cache,
     out_ptr,
     lse_ptr,
     query_start,
@@ -34,10 +39,6 @@ def _attend_prefixes(
     kv_scale,
     num_sequences,
     table_row,
-    q_row,
-    q_head,
-    c_block,
-    c_slot,
     unit,
     H: tl.constexpr,
     TILE_HEADS: tl.constexpr,
@@ -72,9 +73,10 @@ def _attend_prefixes(
         row = start + first_token + m // TILE_HEADS
         valid = (m < BLOCK_Q * TILE_HEADS) & (row < end) & (head < H)
         acc, total, peak = attend_keys(
-            q_ptr,
-            cache_ptr,
+            q,
+            cache,
             block_tables + tl.cast(s, tl.int64) * table_row,
+            None,
             row,
             head,
             valid,
@@ -83,10 +85,6 @@ def _attend_prefixes(
             0,
             old,
             unit,
-            q_row,
-            q_head,
-            c_block,
-            c_slot,
             L,
             R,
             BLOCK_L,
@@ -100,11 +98,8 @@ def _attend_prefixes(
         acc = acc / total[:, None] * scale_of_numbers(kv_scale, CODES)
         out_row = row.to(tl.int64) * H + head
         tl.store(lse_ptr + out_row, peak + tl.log2(total), mask=valid)
-        tl.store(
-            out_ptr + out_row[:, None] * L + c,
-            acc.to(out_ptr.dtype.element_ty),
-            mask=valid[:, None] & (c < L),
-        )
+        out_at = out_ptr + out_row[:, None] * L + c
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (c < L))
     let_next_start(PDL)
 
 
@@ -129,8 +124,7 @@ def attend_prefixes(
     tiles = num_rows // (cut.rows // cut.heads) + min(num_rows, seq_lens.shape[0])
     tiles *= triton.cdiv(num_heads, cut.heads)
     _attend_prefixes[(min(tiles, PROGRAMS * multiprocessors(q.device)),)](
-        q,
-        byte_view(kv_cache),
+        *latent_operands(q, kv_cache),
         attended,
         lse,
         query_start,
@@ -139,9 +133,6 @@ def attend_prefixes(
         kv_scale,
         seq_lens.shape[0],
         block_tables.stride(0),
-        q.stride(0),
-        q.stride(1),
-        *kv_cache.stride()[:2],
         scale * LOG2_E,
         **launch_arguments(q, kv_cache, latent, cut),
     )
