@@ -23,6 +23,7 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike
 from atomc.kernels.triton.attention.attention_tiles import Tiling, fitted_tiling, tiling
 from atomc.kernels.triton.attention.combine_splits import (
+    add_weighted,
     combined,
     empty_splits,
     store_attended,
@@ -60,7 +61,7 @@ class Heads(NamedTuple):
     head: int
 
 
-class Cache(NamedTuple):
+class PagedHeads(NamedTuple):
     """[blocks, block_size, K, D] as one argument of a kernel."""
 
     # In this order; decode of 128 columns has 78 registers, and 96 with the strides reversed.
@@ -70,13 +71,13 @@ class Cache(NamedTuple):
     block: int
 
 
-def cache_of(x: Tensor) -> Cache:
-    return Cache(byte_view(x), *reversed(x.stride()[:3]))
+def paged_heads(x: Tensor) -> PagedHeads:
+    return PagedHeads(byte_view(x), *reversed(x.stride()[:3]))
 
 
 @triton.jit
 def _of_head(cache, head):
-    return Cache(cache.ptr + head * cache.head, cache.head, cache.slot, cache.block)
+    return PagedHeads(cache.ptr + head * cache.head, cache.head, cache.slot, cache.block)
 
 
 @triton.jit
@@ -160,16 +161,9 @@ def _walk(
             if WINDOW:
                 seen = seen & (key[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, -float("inf"))
-        highest = tl.maximum(peak, tl.max(scores, 1) * unit)
-        shift = highest
-        if SPLIT or WINDOW:
-            # For a row that has not seen a key, -inf - -inf would be NaN.
-            shift = tl.where(highest == -float("inf"), 0.0, highest)
-        weights = tl.exp2(scores * unit - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
-        peak = highest
+        acc, total, peak = add_weighted(
+            acc, total, peak, scores, values, unit, SPLIT or WINDOW != 0
+        )
     return acc, total, peak
 
 
@@ -363,7 +357,7 @@ def attend(
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // group))
     _attend[(tiles, kv_heads, cut.splits)](
         Heads(q, *q.stride()[:2]),
-        *map(cache_of, (k_cache, k_rest, v_cache)),
+        *map(paged_heads, (k_cache, k_rest, v_cache)),
         into,
         lse,
         query_start,

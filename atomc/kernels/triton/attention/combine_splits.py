@@ -19,6 +19,23 @@ A_WARP = 2048
 
 
 @triton.jit
+def add_weighted(acc, total, peak, scores, values, unit, UNSEEN: tl.constexpr):
+    """The running softmax (weighted values, sum of weights, maximum in base 2) with the values of
+    these scores times `unit`. UNSEEN: some rows may not have seen a key.
+    """
+    highest = tl.maximum(peak, tl.max(scores, 1) * unit)
+    shift = highest
+    if UNSEEN:
+        # For a row that has not seen a key, -inf - -inf would be NaN.
+        shift = tl.where(highest == -float("inf"), 0.0, highest)
+    weights = tl.exp2(scores * unit - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
+    return acc, total, highest
+
+
+@triton.jit
 def store_attended(out_ptr, lse_ptr, acc, total, peak, row, dv, valid, some, DV: tl.constexpr):
     """Store the results of a tile in these rows [M] and columns [1, D], and the logarithms in base
     2 of their softmax masses where there is memory for these; no results if `some` is false: the

@@ -6,7 +6,7 @@ reads the mask before the keys, and skips tiles that no row sees. T new tokens, 
 heads, K key/value heads, G = N / K.
 """
 
-from typing import no_type_check
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,10 +15,15 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import no_bf16_products, unlike
-from atomc.kernels.triton.attention.attention import LOG2_E, MAX_WIDTH, score_factors
+from atomc.kernels.triton.attention.attention import BASE_2, MAX_WIDTH, score_factors
 from atomc.kernels.triton.attention.attention_tiles import MAX_SPLITS, multiprocessors
-from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
-from atomc.kernels.triton.launch.launch import begin, dot_size, overlap, unfit
+from atomc.kernels.triton.attention.combine_splits import (
+    add_weighted,
+    combined,
+    empty_splits,
+    store_attended,
+)
+from atomc.kernels.triton.launch.launch import begin, dot_size, overlap, rows_of, unfit
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -27,30 +32,31 @@ MAX_ROWS = 64  # query rows of one program, G * T
 BLOCK_N = 64
 
 
-@no_type_check
+class Mask(NamedTuple):
+    """[B, N, T, S] as one argument of a kernel."""
+
+    ptr: Tensor
+    batch: int
+    head: int
+    token: int
+    key: int
+
+
+@triton.jit
+def _mask_values(mask, row, key, seen):
+    return tl.load(mask.ptr + row[:, None] + key.to(tl.int64)[None, :] * mask.key, seen, 0)
+
+
 @triton.jit(do_not_specialize=["num_keys"])
 def _attend(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
+    q,
+    k,
+    v,
+    mask,
     sinks,
     out_ptr,
     lse_ptr,
     num_keys,
-    q_batch,
-    q_token,
-    q_head,
-    k_batch,
-    k_token,
-    k_head,
-    v_batch,
-    v_token,
-    v_head,
-    m_batch,
-    m_head,
-    m_token,
-    m_key,
     inner,
     unit,
     T: tl.constexpr,
@@ -60,16 +66,13 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    LOG2_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """MASK: 0 none, 1 bool, 2 added to the scores."""
+    """mask: of bytes, or numbers that are added to the scores."""
+    ADDED: tl.constexpr = mask is not None and mask.ptr.dtype.element_ty.is_floating()
     begin(PDL)
     batch = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -78,12 +81,13 @@ def _attend(
     token = m // GROUP
     head = kv_head * GROUP + m % GROUP
     valid = token < T
-    d = tl.arange(0, BLOCK_D)
-    q_at = q_ptr + batch * q_batch + (token * q_token + head * q_head)[:, None] + d[None, :]
-    q = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
-    k_ptr += batch * k_batch + kv_head * k_head
-    v_ptr += batch * v_batch + kv_head * v_head
-    mask_row = batch * m_batch + head * m_head + token * m_token
+    d = tl.arange(0, BLOCK_D)[None, :]
+    q_at = q.ptr + batch * q.s0 + (token * q.s1 + head * q.s2)[:, None] + d
+    queries = tl.load(q_at, mask=valid[:, None] & (d < D), other=0.0)
+    k_ptr = k.ptr + batch * k.s0 + kv_head * k.s2
+    v_ptr = v.ptr + batch * v.s0 + kv_head * v.s2
+    if mask is not None:
+        mask_row = batch * mask.batch + head * mask.head + token * mask.token
 
     last = num_keys
     if CAUSAL:
@@ -93,8 +97,8 @@ def _attend(
     last = tl.minimum(last, first + chunk)
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS and split == 0:
-        peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2_E
+    if sinks is not None and split == 0:
+        peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * BASE_2
         total += 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n in range(first, last, BLOCK_N):
@@ -104,52 +108,30 @@ def _attend(
             seen = seen & (key[None, :] <= token[:, None])
         if WINDOW:
             seen = seen & (key[None, :] > token[:, None] - WINDOW)
-        if MASK == 1:
-            at = mask_ptr + mask_row[:, None] + key.to(tl.int64)[None, :] * m_key
-            seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+        if mask is not None and not ADDED:
+            seen = seen & (_mask_values(mask, mask_row, key, seen) != 0)
         if tl.max(seen.to(tl.int32)) > 0:
-            there = (key < last)[:, None] & (d < D)[None, :]
-            k = tl.load(
-                k_ptr + key.to(tl.int64)[:, None] * k_token + d[None, :], mask=there, other=0.0
-            )
-            v = tl.load(
-                v_ptr + key.to(tl.int64)[:, None] * v_token + d[None, :], mask=there, other=0.0
-            )
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            there = (key < last)[:, None] & (d < D)
+            keys = tl.load(k_ptr + key.to(tl.int64)[:, None] * k.s1 + d, mask=there, other=0.0)
+            values = tl.load(v_ptr + key.to(tl.int64)[:, None] * v.s1 + d, mask=there, other=0.0)
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             if SOFTCAP:
                 # cap * tanh(scores / cap), by a sigmoid, which does not overflow.
                 scores = 2.0 * tl.sigmoid(scores * inner) - 1.0
             scores = scores * unit
-            if MASK == 2:
-                added = tl.load(
-                    mask_ptr + mask_row[:, None] + key.to(tl.int64)[None, :] * m_key,
-                    mask=seen,
-                    other=0.0,
-                )
-                added = added.to(tl.float32)
+            if ADDED:
+                added = _mask_values(mask, mask_row, key, seen).to(tl.float32)
                 seen = seen & (added != -float("inf"))
                 # Masks of transformers use the smallest finite number, which must not become -inf
                 # in base 2.
-                scores += tl.maximum(added * LOG2_E, -3.4e38)
+                scores += tl.maximum(added * BASE_2, -3.4e38)
             scores = tl.where(seen, scores, -float("inf"))
-            highest = tl.maximum(peak, tl.max(scores, 1))
-            shift = tl.where(highest == -float("inf"), 0.0, highest)
-            weights = tl.exp2(scores - shift[:, None])
-            decay = tl.exp2(peak - shift)
-            total = total * decay + tl.sum(weights, 1)
-            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-            peak = highest
+            acc, total, peak = add_weighted(acc, total, peak, scores, values, 1.0, True)
 
     total = tl.where(total == 0.0, 1.0, total)  # a row that sees no key has the result 0
     acc = acc / total[:, None]
-    out_row = ((batch * T + token) * N + head) * tl.num_programs(2) + split
-    if SPLIT:
-        tl.store(lse_ptr + out_row, peak + tl.log2(total), mask=valid)
-    tl.store(
-        out_ptr + out_row[:, None] * D + d[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=valid[:, None] & (d < D)[None, :],
-    )
+    row = ((batch * T + token) * N + head) * tl.num_programs(2) + split
+    store_attended(out_ptr, lse_ptr, acc, total, peak, row, d, valid, True, D)
 
 
 def refuse_attention(
@@ -209,20 +191,17 @@ def attention(
     programs = 2 * multiprocessors(q.device) // (batch * kv_heads)
     splits = max(min(programs, triton.cdiv(num_keys, 2 * BLOCK_N), MAX_SPLITS), 1)
     into, lse = empty_splits(q, width, splits)
-    of_all = None if mask is None else mask.expand(batch, num_heads, num_new, num_keys)
+    of_all = None
+    if mask is not None:
+        stored = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+        of_all = Mask(stored, *mask.expand(batch, num_heads, num_new, num_keys).stride())
     _attend[(batch, kv_heads, splits)](
-        q,
-        k,
-        v,
-        mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask,
+        *map(rows_of, (q, k, v)),
+        of_all,
         sinks,
         into,
         lse,
         num_keys,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *((0, 0, 0, 0) if of_all is None else of_all.stride()),
         *score_factors(scale, softcap),
         T=num_new,
         N=num_heads,
@@ -231,13 +210,9 @@ def attention(
         BLOCK_D=dot_size(width),
         BLOCK_M=dot_size(group * num_new),
         BLOCK_N=BLOCK_N if width <= 128 else BLOCK_N // 2,
-        MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
         CAUSAL=causal,
         WINDOW=window,
         SOFTCAP=softcap != 0.0,
-        SINKS=sinks is not None,
-        SPLIT=splits > 1,
-        LOG2_E=LOG2_E,
         num_warps=4,
         num_stages=2,
         **overlap(q.device),

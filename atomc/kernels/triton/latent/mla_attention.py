@@ -21,6 +21,7 @@ from atomc.kernels.checks import no_bf16_products, too_wide, unlike, unsupported
 from atomc.kernels.triton.attention.attention import LOG2_E, Heads, odd_sequences, offset_type
 from atomc.kernels.triton.attention.attention_tiles import MAX_SPLITS, has_room, multiprocessors
 from atomc.kernels.triton.attention.combine_splits import (
+    add_weighted,
     combined,
     empty_splits,
     store_attended,
@@ -49,27 +50,10 @@ MAX_LATENT, MAX_ROTATED = 512, 128
 
 
 @triton.jit
-def _weigh(
-    acc,
-    total,
-    peak,
-    scores,
-    latent,
-    seen,
-    unit,
-    MASKED: tl.constexpr,
-):
-    """The running softmax with the latents of these scores."""
+def _weigh(acc, total, peak, scores, latent, seen, unit, MASKED: tl.constexpr):
     if MASKED:
         scores = tl.where(seen, scores, -float("inf"))
-    highest = tl.maximum(peak, tl.max(scores, 1) * unit)
-    # For a row that has not seen a key, -inf - -inf would be NaN.
-    shift = tl.where(highest == -float("inf"), 0.0, highest)
-    weights = tl.exp2(scores * unit - shift[:, None])
-    decay = tl.exp2(peak - shift)
-    total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
-    return acc, total, highest
+    return add_weighted(acc, total, peak, scores, latent, unit, True)
 
 
 @triton.jit
