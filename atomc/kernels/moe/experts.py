@@ -10,7 +10,8 @@ from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
+from atomc.kernels.moe.schemes import ALL_SCHEMES
+from atomc.kernels.moe.weight_and_reduce import Delegate, NoOp, WeightAndReduce
 
 
 class Sizes(NamedTuple):
@@ -36,17 +37,17 @@ class WorkspaceShapes(NamedTuple):
 class ExpertsKernel(ABC):
     """Letters as in atomc.kernels.moe.dispatched.
 
-    activation_formats   of input and output
+    activation_formats   of input and output; here the standard format
     schemes              names of the quantization schemes that it computes
     supports_chunking    whether rows may come in several calls of apply
     supports_expert_map  whether ids may be those of all ranks' experts; the batched format has none
     """
 
     name: ClassVar[str]
-    activation_formats: ClassVar[tuple[ActivationFormat, ActivationFormat]]
-    schemes: ClassVar[tuple[str, ...]]
-    supports_chunking: ClassVar[bool]
-    supports_expert_map: ClassVar[bool]
+    activation_formats = (ActivationFormat.STANDARD, ActivationFormat.STANDARD)
+    schemes: ClassVar[tuple[str, ...]] = ALL_SCHEMES
+    supports_chunking = True
+    supports_expert_map = True
 
     @staticmethod
     def missing(device: torch.device) -> str | None:
@@ -83,6 +84,20 @@ class ExpertsKernel(ABC):
     def finalize_weight_and_reduce(self) -> WeightAndReduce:
         """What finalize has to do with the output: nothing for results of tokens."""
         return NoOp()
+
+
+class BatchedExperts(ExpertsKernel):
+    """Experts of the batched format, whose results finalize weights and sums."""
+
+    activation_formats = (ActivationFormat.BATCHED, ActivationFormat.BATCHED)
+    supports_chunking = False
+    supports_expert_map = False
+
+    def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
+        return WorkspaceShapes((0,), (0,), (sizes.experts, sizes.rows, sizes.hidden))
+
+    def finalize_weight_and_reduce(self) -> WeightAndReduce:
+        return Delegate()
 
 
 def local_ids(ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:

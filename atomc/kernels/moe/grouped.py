@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from atomc.kernels.grouped_experts import grouped_experts
-from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
+from atomc.kernels.moe.dispatched import Dispatched
 from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce
@@ -15,10 +15,7 @@ class Grouped(ExpertsKernel):
     """
 
     name = "grouped"
-    activation_formats = (ActivationFormat.STANDARD, ActivationFormat.STANDARD)
     schemes = ("none",)
-    supports_chunking = True
-    supports_expert_map = True
 
     def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
         return WorkspaceShapes((0,), (0,), (sizes.rows, sizes.choices, sizes.hidden))

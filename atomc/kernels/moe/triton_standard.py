@@ -5,10 +5,9 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
+from atomc.kernels.moe.dispatched import Dispatched
 from atomc.kernels.moe.experts import ExpertsKernel, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.schemes import ALL_SCHEMES
 
 
 def no_triton(device: torch.device) -> str | None:
@@ -36,10 +35,6 @@ class Triton(ExpertsKernel):
     """
 
     name = "triton"
-    activation_formats = (ActivationFormat.STANDARD, ActivationFormat.STANDARD)
-    schemes = ALL_SCHEMES
-    supports_chunking = True
-    supports_expert_map = True
 
     @staticmethod
     def missing(device: torch.device) -> str | None:

@@ -61,8 +61,8 @@ def _found(found_ptr, num_found, least, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _largest_bound(found_ptr, num_found, low, count, mass, scale, BLOCK: tl.constexpr):
-    """The largest number, from `low` on, such that `count` candidates are at least this, or, if that
-    is None, candidates with `mass`.
+    """The largest number, from `low` on, such that `count` candidates are at least this, or
+    candidates with `mass`; the other is None.
     """
     high = tl.full([], ONE + 1, tl.int32)
     while high - low > 1:

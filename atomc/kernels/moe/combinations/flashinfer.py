@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
+from atomc.kernels.moe.dispatched import Dispatched
 from atomc.kernels.moe.experts import ExpertsKernel, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.ops.experts import gate_and_up
@@ -30,10 +30,7 @@ class FlashInfer(ExpertsKernel):
     """
 
     name = "flashinfer"
-    activation_formats = (ActivationFormat.STANDARD, ActivationFormat.STANDARD)
     schemes = ("none",)
-    supports_chunking = True
-    supports_expert_map = True
 
     @staticmethod
     def missing(device: torch.device) -> str | None:

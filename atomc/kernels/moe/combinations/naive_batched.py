@@ -6,11 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes
+from atomc.kernels.moe.dispatched import Dispatched
+from atomc.kernels.moe.experts import BatchedExperts
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.schemes import ALL_SCHEMES, ExpertsScheme
-from atomc.kernels.moe.weight_and_reduce import Delegate, WeightAndReduce
+from atomc.kernels.moe.schemes import ExpertsScheme
 from atomc.ops.scaled_linear import (
     scaled_linear_fp8,
     scaled_linear_fp8_block,
@@ -18,17 +17,10 @@ from atomc.ops.scaled_linear import (
 )
 
 
-class NaiveBatched(ExpertsKernel):
+class NaiveBatched(BatchedExperts):
     """Reads the number of rows of each expert on the host."""
 
     name = "naive_batched"
-    activation_formats = (ActivationFormat.BATCHED, ActivationFormat.BATCHED)
-    schemes = ALL_SCHEMES
-    supports_chunking = False
-    supports_expert_map = False
-
-    def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
-        return WorkspaceShapes((0,), (0,), (sizes.experts, sizes.rows, sizes.hidden))
 
     def apply(
         self,
@@ -50,9 +42,6 @@ class NaiveBatched(ExpertsKernel):
             h = linear(x, scale, w13, w13_scale, b13)
             codes, scale = config.scheme.quantize(config.gated(h))
             output[e, :rows] = linear(codes, scale, w2, w2_scale, b2)
-
-    def finalize_weight_and_reduce(self) -> WeightAndReduce:
-        return Delegate()
 
 
 def _expert_weights(

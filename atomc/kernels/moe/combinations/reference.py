@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
+from atomc.kernels.moe.dispatched import Dispatched
 from atomc.kernels.moe.experts import ExpertsKernel, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.schemes import ALL_SCHEMES
 from atomc.ops.experts import moe_experts
 from atomc.ops.scaled_experts import moe_experts_fp8, moe_experts_int8
 
@@ -15,10 +14,6 @@ class Reference(ExpertsKernel):
     """One expert after another, with a copy of the rows of each."""
 
     name = "reference"
-    activation_formats = (ActivationFormat.STANDARD, ActivationFormat.STANDARD)
-    schemes = ALL_SCHEMES
-    supports_chunking = True
-    supports_expert_map = True
 
     def apply(
         self,

@@ -3,24 +3,18 @@
 import torch
 from torch import Tensor
 
-from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes
+from atomc.kernels.moe.dispatched import Dispatched
+from atomc.kernels.moe.experts import BatchedExperts, Sizes, WorkspaceShapes
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.schemes import ALL_SCHEMES
 from atomc.kernels.moe.triton_standard import no_triton, unfit_block
-from atomc.kernels.moe.weight_and_reduce import Delegate, WeightAndReduce
 
 
-class TritonBatched(ExpertsKernel):
+class TritonBatched(BatchedExperts):
     """Two launches, of which the first gates its results, and a quantizer in between. Nothing waits
     for the host.
     """
 
     name = "triton_batched"
-    activation_formats = (ActivationFormat.BATCHED, ActivationFormat.BATCHED)
-    schemes = ALL_SCHEMES
-    supports_chunking = False
-    supports_expert_map = False
 
     @staticmethod
     def missing(device: torch.device) -> str | None:
@@ -65,6 +59,3 @@ class TritonBatched(ExpertsKernel):
         batched_product(
             codes, scale, w.w2, w.w2_scale, w.b2, num_tokens, output, block=scheme.block
         )
-
-    def finalize_weight_and_reduce(self) -> WeightAndReduce:
-        return Delegate()

@@ -30,6 +30,7 @@ from atomc.kernels.triton.attention.combine_splits import (
 )
 from atomc.kernels.triton.attention.sequences import tokens_of
 from atomc.kernels.triton.launch.launch import (
+    dot_block,
     dot_size,
     let_next_start,
     overlap,
@@ -191,9 +192,6 @@ def _attend(
     D: tl.constexpr,
     REST: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -239,8 +237,8 @@ def _attend(
     k, rest, v = _of_head(k, kv_head), _of_head(rest, kv_head), _of_head(v, kv_head)
     m = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + m % GROUP
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)[None, :]
+    d = tl.arange(0, dot_block(D))
+    dv = tl.arange(0, dot_block(DV))[None, :]
     for first_token in range(first_tile, end_tile, BLOCK_Q):
         token = first_token + m // GROUP
         valid = (m < BLOCK_Q * GROUP) & (token < num_new)
@@ -267,7 +265,7 @@ def _attend(
         queries = tl.load(q_at + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         q_rest = queries
         if REST:
-            r = tl.arange(0, BLOCK_REST)[None, :]
+            r = tl.arange(0, dot_block(REST))[None, :]
             q_rest = tl.load(q_at + D + r, mask=valid[:, None] & (r < REST), other=0.0)
         peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -275,7 +273,7 @@ def _attend(
             # A sink is a key without value; only the first split counts it.
             peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * BASE_2
             total += 1.0
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        acc = tl.zeros([BLOCK_M, dot_block(DV)], tl.float32)
         end_whole = first
         if FIRST == 0:
             # All rows of a wide tile see most of its keys.
@@ -435,9 +433,6 @@ def _tile_arguments(cut: Tiling, width: int, rest: int, value_width: int) -> dic
         D=width - rest,
         REST=rest,
         DV=value_width,
-        BLOCK_D=dot_size(width - rest),
-        BLOCK_REST=dot_size(rest),
-        BLOCK_DV=dot_size(value_width),
         BLOCK_M=cut.rows,
         BLOCK_N=cut.keys,
         BY_SEQUENCE=cut.by_sequence,

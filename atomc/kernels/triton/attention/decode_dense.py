@@ -23,7 +23,7 @@ from atomc.kernels.triton.attention.combine_splits import (
     empty_splits,
     store_attended,
 )
-from atomc.kernels.triton.launch.launch import begin, dot_size, overlap, rows_of, unfit
+from atomc.kernels.triton.launch.launch import begin, dot_block, overlap, rows_of, unfit
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -63,8 +63,6 @@ def _attend(
     N: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -73,6 +71,7 @@ def _attend(
 ):
     """mask: of bytes, or numbers that are added to the scores."""
     ADDED: tl.constexpr = mask is not None and mask.ptr.dtype.element_ty.is_floating()
+    BLOCK_M: tl.constexpr = dot_block(GROUP * T)
     begin(PDL)
     batch = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -81,7 +80,7 @@ def _attend(
     token = m // GROUP
     head = kv_head * GROUP + m % GROUP
     valid = token < T
-    d = tl.arange(0, BLOCK_D)[None, :]
+    d = tl.arange(0, dot_block(D))[None, :]
     q_at = q.ptr + batch * q.s0 + (token * q.s1 + head * q.s2)[:, None] + d
     queries = tl.load(q_at, mask=valid[:, None] & (d < D), other=0.0)
     k_ptr = k.ptr + batch * k.s0 + kv_head * k.s2
@@ -100,7 +99,7 @@ def _attend(
     if sinks is not None and split == 0:
         peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * BASE_2
         total += 1.0
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, dot_block(D)], tl.float32)
     for n in range(first, last, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         seen = valid[:, None] & (key < last)[None, :]
@@ -207,8 +206,6 @@ def attention(
         N=num_heads,
         GROUP=group,
         D=width,
-        BLOCK_D=dot_size(width),
-        BLOCK_M=dot_size(group * num_new),
         BLOCK_N=BLOCK_N if width <= 128 else BLOCK_N // 2,
         CAUSAL=causal,
         WINDOW=window,

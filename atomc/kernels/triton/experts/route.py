@@ -12,12 +12,13 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import too_wide, unknown, unlike, wrong_rank, wrong_result
 from atomc.kernels.triton.launch.launch import (
+    at,
     begin,
+    inner_sizes,
     not_nvidia,
     num_rows,
     overlap,
-    row_layout,
-    row_offset,
+    rows_of,
     scattered,
     unfit,
 )
@@ -63,9 +64,9 @@ def _masked_scores(
 ):
     """The scores [groups, experts of one], -inf outside the best groups."""
     scores = tl.where(real, scores, -float("inf"))
-    best, at = tl.max(scores, 1, return_indices=True)
+    best, place = tl.max(scores, 1, return_indices=True)
     if BY_TWO:
-        others = tl.arange(0, scores.shape[1])[None, :] != at[:, None]
+        others = tl.arange(0, scores.shape[1])[None, :] != place[:, None]
         best += tl.max(tl.where(others, scores, -float("inf")), 1)
     group = tl.arange(0, scores.shape[0])
     best = tl.where(group < GROUPS, _ordered(best), -0x80000000)
@@ -78,15 +79,11 @@ def _masked_scores(
 
 @triton.jit
 def _route(
-    logits_ptr,
+    logits,
     bias_ptr,
     weights_ptr,
     ids_ptr,
-    d1,
-    d2,
-    s0,
-    s1,
-    s2,
+    sizes,
     eps,
     min_sum,
     scale,
@@ -97,21 +94,16 @@ def _route(
     TOPK_GROUPS: tl.constexpr,
     BY_TWO: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
     token = tl.program_id(0)
     SIZE: tl.constexpr = E // GROUPS
-    group = tl.arange(0, BLOCK_G)[:, None]
-    member = tl.arange(0, BLOCK_E)[None, :]
+    group = tl.arange(0, triton.next_power_of_2(GROUPS))[:, None]
+    member = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
     real = (group < GROUPS) & (member < SIZE)
     expert = tl.where(real, group * SIZE + member, E)
-    x = tl.load(
-        logits_ptr + row_offset(token, d1, d2, s0, s1, s2) + expert, real, -float("inf")
-    ).to(tl.float32)
+    x = tl.load(at(logits, token, sizes) + expert, real, -float("inf")).to(tl.float32)
     scores = _scored(x, SCORE)
     choice = scores
     if bias_ptr is not None:
@@ -122,9 +114,9 @@ def _route(
     # Maxima and sums of int32 take one instruction per warp.
     order = tl.where(real, _ordered(choice), -0x80000000)
     bits = scores.to(tl.int32, bitcast=True)
-    slot = tl.arange(0, BLOCK_K)
-    ids = tl.zeros((BLOCK_K,), tl.int32)
-    experts = tl.zeros((BLOCK_K,), tl.int32)
+    slot = tl.arange(0, triton.next_power_of_2(K))
+    ids = tl.zeros_like(slot)
+    experts = tl.zeros_like(slot)
     for i in range(K):
         best = tl.max(order)
         first = tl.min(tl.where(order == best, expert, E))
@@ -141,9 +133,9 @@ def _route(
         total = tl.sum(tl.where(inside, weights, 0.0))
         weights = tl.div_rn(weights, tl.maximum(total, min_sum) + eps + tl.zeros_like(weights))
     weights *= scale
-    at = token.to(tl.int64) * K + slot
-    tl.store(weights_ptr + at, weights.to(weights_ptr.dtype.element_ty), inside)
-    tl.store(ids_ptr + at, ids, inside)
+    place = token.to(tl.int64) * K + slot
+    tl.store(weights_ptr + place, weights.to(weights_ptr.dtype.element_ty), inside)
+    tl.store(ids_ptr + place, ids, inside)
 
 
 def refuse_topk_route(
@@ -198,11 +190,11 @@ def topk_route(
     ids = logits.new_empty(shape, dtype=torch.int32)
     if rows := num_rows(logits):
         _route[(rows,)](
-            logits,
+            rows_of(logits),
             bias,
             weights,
             ids,
-            *row_layout(logits),
+            inner_sizes(logits),
             float(eps),
             float(min_sum),
             float(scale),
@@ -213,9 +205,6 @@ def topk_route(
             TOPK_GROUPS=topk_groups,
             BY_TWO=group_score == "top2" and experts > groups,
             RENORMALIZE=renormalize,
-            BLOCK_G=triton.next_power_of_2(groups),
-            BLOCK_E=triton.next_power_of_2(experts // groups),
-            BLOCK_K=triton.next_power_of_2(k),
             num_warps=1,
             **overlap(logits.device),
         )

@@ -19,7 +19,7 @@ from atomc.kernels.checks import no_bf16_products, scattered_slots, too_wide, un
 from atomc.kernels.triton.attention.attention import odd_sequences, offset_type
 from atomc.kernels.triton.attention.attention_tiles import multiprocessors
 from atomc.kernels.triton.latent.mla_chosen import sequence_of_row
-from atomc.kernels.triton.launch.launch import begin, dot_size, overlap, unfit
+from atomc.kernels.triton.launch.launch import begin, dot_block, overlap, unfit
 from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, codes_of, uncachable
 from atomc.kernels.triton.rows.quant import amax_scale, fp8_codes
 from atomc.ops.formats import FP8
@@ -47,7 +47,6 @@ def _index_write(
     c_slot,
     s_slot,
     C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
@@ -55,7 +54,7 @@ def _index_write(
 ):
     begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    c = tl.arange(0, BLOCK_C)[None, :]
+    c = tl.arange(0, triton.next_power_of_2(C))[None, :]
     slot = tl.load(slots_ptr + row, row < rows, -1)
     there = (slot >= 0) & (c < C)
     key = tl.load(k_ptr + row.to(tl.int64) * k_row + c, there, 0.0)
@@ -94,8 +93,6 @@ def _index_scores(
     topk,
     J: tl.constexpr,
     C: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -108,8 +105,8 @@ def _index_scores(
     s, position = sequence_of_row(first_row + at_row, query_start, seq_lens, num_sequences)
     row = (first_row + at_row).to(tl.int64)
     if position >= topk:
-        j = tl.arange(0, BLOCK_J)
-        c = tl.arange(0, BLOCK_C)
+        j = tl.arange(0, dot_block(J))
+        c = tl.arange(0, dot_block(C))
         q_at = q_ptr + row * q_row + (j * q_head)[None, :] + c[:, None]
         q = tl.load(q_at, (j < J)[None, :] & (c < C)[:, None], 0.0)  # [C, J]
         weights = tl.load(weights_ptr + row * w_row + j, j < J, 0.0).to(tl.float32)
@@ -150,7 +147,6 @@ def _choose(
     num_sequences,
     scores_row,
     TOPK: tl.constexpr,
-    BLOCK_TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -160,7 +156,7 @@ def _choose(
     _, position = sequence_of_row(first_row + at_row, query_start, seq_lens, num_sequences)
     out = out_ptr + (first_row + at_row).to(tl.int64) * TOPK
     if position < TOPK:
-        number = tl.arange(0, BLOCK_TOPK)
+        number = tl.arange(0, triton.next_power_of_2(TOPK))
         tl.store(out + number, tl.where(number <= position, number, -1), number < TOPK)
     else:
         scores = scores_ptr + at_row.to(tl.int64) * scores_row
@@ -243,7 +239,6 @@ def index_write(k: Tensor, index_cache: Tensor, slots: Tensor) -> Tensor:
             index_cache.stride(1),
             0 if scales is None else scales.stride(1),
             C=rows.shape[1],
-            BLOCK_C=triton.next_power_of_2(rows.shape[1]),
             ROWS=ROWS,
             num_warps=4,
             **codes_of(index_cache),
@@ -347,8 +342,6 @@ def index_scores(
         topk,
         J=q.shape[1],
         C=_width(index_cache),
-        BLOCK_J=dot_size(q.shape[1]),
-        BLOCK_C=dot_size(_width(index_cache)),
         BLOCK_N=KEYS,
         BLOCK_SIZE=index_cache.shape[1],
         OFFSET=offset_type(index_cache),
@@ -373,7 +366,6 @@ def choose(
         seq_lens.shape[0],
         scores.stride(0),
         TOPK=topk,
-        BLOCK_TOPK=triton.next_power_of_2(topk),
         BLOCK=RANKED,
         num_warps=8,
         **overlap(scores.device),

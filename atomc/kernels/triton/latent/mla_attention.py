@@ -28,7 +28,7 @@ from atomc.kernels.triton.attention.combine_splits import (
 )
 from atomc.kernels.triton.attention.sequences import tokens_of
 from atomc.kernels.triton.launch.launch import (
-    dot_size,
+    dot_block,
     let_next_start,
     overlap,
     unfit,
@@ -125,8 +125,6 @@ def attend_keys(
     unit,
     L: tl.constexpr,
     R: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -139,14 +137,14 @@ def attend_keys(
 
     position, lowest_position  of the queries, and the lowest of them; None for chosen rows
     """
-    c = tl.arange(0, BLOCK_L)[None, :]
-    r = tl.arange(0, BLOCK_R)[None, :]
+    c = tl.arange(0, dot_block(L))[None, :]
+    r = tl.arange(0, dot_block(R))[None, :]
     q_at = q.ptr + (row.to(tl.int64) * q.row + head * q.head)[:, None]
     q_latent = tl.load(q_at + c, mask=there[:, None] & (c < L), other=0.0)
     q_rope = tl.load(q_at + L + r, mask=there[:, None] & (r < R), other=0.0)
     peak = tl.full([head.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([head.shape[0]], tl.float32)
-    acc = tl.zeros([head.shape[0], BLOCK_L], tl.float32)
+    acc = tl.zeros([head.shape[0], dot_block(L)], tl.float32)
     seen_by_all = first
     if chosen is None:
         whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0)
@@ -211,8 +209,6 @@ def _attend_latent(
     TILE_HEADS: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -241,7 +237,7 @@ def _attend_latent(
     table = block_tables + tl.cast(s, tl.int64) * table_row
     m = tl.arange(0, BLOCK_M)
     head = tl.program_id(1) * TILE_HEADS + m % TILE_HEADS
-    c = tl.arange(0, BLOCK_L)[None, :]
+    c = tl.arange(0, dot_block(L))[None, :]
     for first_token in range(first_tile, end_tile, BLOCK_Q):
         token = first_token + m // TILE_HEADS
         valid = (m < BLOCK_Q * TILE_HEADS) & (token < num_new) & (head < H)
@@ -273,8 +269,6 @@ def _attend_latent(
             unit,
             L,
             R,
-            BLOCK_L,
-            BLOCK_R,
             BLOCK_N,
             BLOCK_SIZE,
             OFFSET,
@@ -356,8 +350,6 @@ def launch_arguments(
         TILE_HEADS=cut.heads,
         L=latent,
         R=width - latent,
-        BLOCK_L=dot_size(latent),
-        BLOCK_R=dot_size(width - latent),
         BLOCK_M=cut.rows,
         BLOCK_N=cut.keys,
         BLOCK_SIZE=kv_cache.shape[1],

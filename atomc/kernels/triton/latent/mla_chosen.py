@@ -28,7 +28,7 @@ from atomc.kernels.triton.latent.mla_attention import (
     launch_arguments,
     tiling,
 )
-from atomc.kernels.triton.launch.launch import let_next_start, wait_for_last
+from atomc.kernels.triton.launch.launch import dot_block, let_next_start, wait_for_last
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
 from atomc.kernels.triton.rows.kv_write import scale_of_numbers
 from atomc.ops.op import Refusal
@@ -72,8 +72,6 @@ def _attend_chosen(
     TILE_HEADS: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     K: tl.constexpr,
@@ -102,7 +100,7 @@ def _attend_chosen(
     m = tl.arange(0, BLOCK_M)
     head = tl.program_id(1) * TILE_HEADS + m
     valid = (m < TILE_HEADS) & (head < H)
-    c = tl.arange(0, BLOCK_L)[None, :]
+    c = tl.arange(0, dot_block(L))[None, :]
     acc, total, peak = attend_keys(
         q,
         cache,
@@ -118,8 +116,6 @@ def _attend_chosen(
         unit,
         L,
         R,
-        BLOCK_L,
-        BLOCK_R,
         BLOCK_N,
         BLOCK_SIZE,
         OFFSET,

@@ -20,7 +20,7 @@ from atomc.kernels.triton.latent.mla_attention import (
     latent_operands,
     launch_arguments,
 )
-from atomc.kernels.triton.launch.launch import let_next_start, wait_for_last
+from atomc.kernels.triton.launch.launch import dot_block, let_next_start, wait_for_last
 from atomc.kernels.triton.rows.kv_write import scale_of_numbers
 
 # Per multiprocessor: more than run at once, so that one that is late gets less to do.
@@ -44,8 +44,6 @@ def _attend_prefixes(
     TILE_HEADS: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -62,7 +60,7 @@ def _attend_prefixes(
     wait_for_last(PDL)
     unit *= scale_of_numbers(kv_scale, CODES)
     m = tl.arange(0, BLOCK_M)
-    c = tl.arange(0, BLOCK_L)[None, :]
+    c = tl.arange(0, dot_block(L))[None, :]
     num_tiles = num_tiles_with_prefix(query_start, seq_lens, num_sequences, BLOCK_Q)
     for each in range(tl.program_id(0), num_tiles * PARTS, tl.num_programs(0)):
         s, start, end, length, first_token = tokens_with_prefix(
@@ -87,8 +85,6 @@ def _attend_prefixes(
             unit,
             L,
             R,
-            BLOCK_L,
-            BLOCK_R,
             BLOCK_N,
             BLOCK_SIZE,
             OFFSET,

@@ -52,7 +52,6 @@ def _read_rows(
     c_block,
     c_slot,
     WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CODES: tl.constexpr,
@@ -69,7 +68,7 @@ def _read_rows(
     key = length - (end - start) + token
     table = block_tables + tl.cast(s, tl.int64) * table_row
     block = tl.load(table + key // BLOCK_SIZE, mask=cached, other=0).to(tl.int64)
-    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    column = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
     at = cache_ptr + (block * c_block + key % BLOCK_SIZE * c_slot)[:, None] + column
     row = tl.load(at, mask=cached[:, None] & (column < WIDTH), other=0)
     number = code_numbers(row, tl.float32, CODES).to(tl.float32) * scale_of_numbers(kv_scale, CODES)
@@ -207,7 +206,6 @@ def _rows_of_step(
         block_tables.stride(0),
         *kv_cache.stride()[:2],
         WIDTH=cached.shape[-1],
-        BLOCK_WIDTH=triton.next_power_of_2(cached.shape[-1]),
         BLOCK_Q=TOKENS,
         BLOCK_SIZE=kv_cache.shape[1],
         CODES=codes_of(kv_cache)["CODES"],

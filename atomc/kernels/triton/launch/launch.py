@@ -77,6 +77,9 @@ def dot_size(size: int) -> int:
     return max(16, power)
 
 
+dot_block = triton.constexpr_function(dot_size)  # in kernels
+
+
 def int64_view(x: Tensor) -> Tensor:
     """Contiguous 16-bit values, viewed as int64 with four values each."""
     return (x.clone() if x.storage_offset() % 4 else x).view(torch.int64)
