@@ -11,7 +11,7 @@ from atomc import ops
 from atomc.kernels.checks import unlike
 from atomc.kernels.invariant.adapter import adapted, several
 from atomc.kernels.row_views import as_rows, with_lead
-from atomc.kernels.triton.launch.launch import unfit
+from atomc.kernels.triton.launch.launch import rows_of, unfit
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -19,19 +19,13 @@ from atomc.platform import Platform
 
 @triton.jit(do_not_specialize=["M"])
 def _multiply(
-    x_ptr,
-    weight_ptr,
+    x,
+    weight,
     bias_ptr,
-    out_ptr,
+    out,
     M,
     N,
-    x_row,
-    x_head,
-    weight_row,
     weight_column,
-    weight_head,
-    out_row,
-    out_head,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -41,18 +35,19 @@ def _multiply(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     k = tl.arange(0, BLOCK_K)
     head = tl.program_id(2).to(tl.int64)
-    x_at = x_ptr + head * x_head + m.to(tl.int64) * x_row + k[None, :]
-    weight_at = weight_ptr + head * weight_head + n.to(tl.int64) * weight_row
+    x_at = x.ptr + head * x.s2 + m.to(tl.int64) * x.s0 + k[None, :]
+    weight_at = weight.ptr + head * weight.s0 + n.to(tl.int64) * weight.s2
     weight_at += k[:, None] * weight_column
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
-        x = tl.load(x_at + start, (m < M) & (k[None, :] < K - start), 0.0)
-        weight = tl.load(weight_at + start * weight_column, (n < N) & (k[:, None] < K - start), 0.0)
-        sums = tl.dot(x, weight, sums, input_precision="ieee")
+        rows = tl.load(x_at + start, (m < M) & (k[None, :] < K - start), 0.0)
+        columns = weight_at + start * weight_column
+        columns = tl.load(columns, (n < N) & (k[:, None] < K - start), 0.0)
+        sums = tl.dot(rows, columns, sums, input_precision="ieee")
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
-    out_at = out_ptr + head * out_head + m.to(tl.int64) * out_row + n
-    tl.store(out_at, sums.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
+    out_at = out.ptr + head * out.s2 + m.to(tl.int64) * out.s0 + n
+    tl.store(out_at, sums.to(out.ptr.dtype.element_ty), (m < M) & (n < N))
 
 
 def refuse_linear(
@@ -122,17 +117,12 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None)
     wide = x.dtype == torch.float32
     block_m, block_n, block_k = (32, 64, 32) if wide else (64, 128, 64)
     _multiply[(triton.cdiv(rows, block_m), triton.cdiv(n, block_n), heads)](
-        x,
-        weight,
+        *map(rows_of, (x, weight)),
         bias,
-        out,
+        rows_of(out),
         rows,
         n,
-        *x.stride()[:2],
-        weight.stride(1),
         weight.stride(2),
-        weight.stride(0),
-        *out.stride()[:2],
         K=x.shape[-1],
         BLOCK_M=block_m,
         BLOCK_N=block_n,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from atomc.kernels.moe.collectives import Ranks
-from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
+from atomc.kernels.moe.dispatched import Dispatched, Sent
 from atomc.kernels.moe.placement import placement
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
 from atomc.kernels.moe.weight_and_reduce import WeightAndReduce, rows_at
@@ -33,7 +33,6 @@ class AllToAll(PrepareFinalize):
     """
 
     name = "all_to_all"
-    activation_format = ActivationFormat.STANDARD
     topk_indices_dtype = torch.int32  # all ranks send the same
 
     def __init__(

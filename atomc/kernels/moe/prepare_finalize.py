@@ -17,7 +17,7 @@ Receiver = Callable[[], Dispatched]
 class PrepareFinalize(ABC):
     """Letters as in atomc.kernels.moe.dispatched.
 
-    activation_format    what prepare returns
+    activation_format    what prepare returns; here the standard format
     schemes              names of the quantization schemes that it can dispatch
     topk_indices_dtype   the dtype that ids must have, or None: int32 and int64
     max_tokens_per_rank  the most tokens of one call on any rank, or None: any number
@@ -28,7 +28,7 @@ class PrepareFinalize(ABC):
     """
 
     name: ClassVar[str]
-    activation_format: ClassVar[ActivationFormat]
+    activation_format = ActivationFormat.STANDARD
     schemes: ClassVar[tuple[str, ...]] = ALL_SCHEMES
     topk_indices_dtype: ClassVar[torch.dtype | None] = None
     max_tokens_per_rank: int | None = None

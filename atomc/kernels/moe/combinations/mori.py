@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from atomc.kernels.moe.collectives import Ranks
-from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
+from atomc.kernels.moe.dispatched import Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.placement import placement
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
@@ -40,7 +40,6 @@ class Mori(PrepareFinalize):
     """
 
     name = "mori"
-    activation_format = ActivationFormat.STANDARD
     schemes = ("none", "fp8", "fp8_block")
     topk_indices_dtype = torch.int32
 

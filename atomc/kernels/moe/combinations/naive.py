@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from atomc.kernels.moe.collectives import Pending, Ranks
-from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
+from atomc.kernels.moe.dispatched import Dispatched, Sent
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
 from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
 
@@ -27,7 +27,6 @@ class Naive(PrepareFinalize):
     """
 
     name = "naive"
-    activation_format = ActivationFormat.STANDARD
     topk_indices_dtype = torch.int32  # all ranks send the same
 
     def __init__(

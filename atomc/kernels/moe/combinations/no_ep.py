@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
+from atomc.kernels.moe.dispatched import Dispatched
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
 
 
@@ -10,7 +10,6 @@ class NoEP(PrepareFinalize):
     """Quantizes only. With an expert map, the results are what the experts of this rank add."""
 
     name = "no_ep"
-    activation_format = ActivationFormat.STANDARD
 
     def send(
         self,

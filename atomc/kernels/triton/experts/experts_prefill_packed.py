@@ -4,8 +4,6 @@ Letters as in grouped.py; N rows of a weight, K columns in words of eight codes,
 that share a scale and, with int4, a zero.
 """
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,7 @@ from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
 from atomc.kernels.triton.experts.expert_gate import Gate
-from atomc.kernels.triton.experts.expert_sort import Routing, sort_by_expert
+from atomc.kernels.triton.experts.expert_sort import sort_by_expert
 from atomc.kernels.triton.experts.experts_prefill import tile_for
 from atomc.kernels.triton.experts.grouped import (
     Codes,
@@ -25,7 +23,6 @@ from atomc.kernels.triton.experts.grouped import (
 )
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.launch import let_next_start, tile_of, wait_for_last
-from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_4_BITS
 from atomc.kernels.triton.w4a16.unpacking import (
     code_words,
@@ -103,41 +100,6 @@ def _product(
         store_pairs(tl.trans(sums), bias, out_ptr, expert, pair, P, row, tile, N, GATE, True)
 
 
-def multiply(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    routing: Routing,
-    tile: Launch,
-    group: int,
-    pairs: int,
-    out_dtype: torch.dtype,
-    gate: Gate | None = None,
-) -> Tensor:
-    """launch_pairs for words int32 [E, N, K/8] with scales and zeros [E, N, K/group]; of int4 if
-    scales are floats.
-    """
-    rows, k = words.shape[1], words.shape[2] * 8
-    int4 = scale.dtype != torch.uint8
-    return launch_pairs(
-        _product,
-        x,
-        (words, scale, zeros),
-        bias,
-        routing,
-        pairs,
-        rows,
-        {**tile, "BLOCK_K": min(tile["BLOCK_K"], group)} if int4 else tile,
-        out_dtype,
-        gate,
-        K=k,
-        GROUP=group,
-        INT4=int4,
-    )
-
-
 def _sum_of_experts(
     x: Tensor,
     ids: Tensor,
@@ -149,14 +111,34 @@ def _sum_of_experts(
     group: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The weighted sums of the experts, [T, H]."""
-    experts, pairs = len(up[0]), ids.numel()
+    """The weighted sums of the experts, [T, H]. up, down: words int32 [E, N, K/8], scales and zeros
+    [E, N, K/group], and a bias; of int4 if scales are floats.
+    """
+    experts, int4 = len(up[0]), up[1].dtype != torch.uint8
     tile = tile_for(MOE_EXPERTS_4_BITS, x.dtype, ids, experts)
+    if int4:
+        tile = {**tile, "BLOCK_K": min(tile["BLOCK_K"], group)}
     routing = sort_by_expert(ids, experts, tile["BLOCK_M"])
-    product = partial(
-        multiply, routing=routing, tile=tile, group=group, pairs=pairs, out_dtype=out_dtype
-    )
-    products = product(product(x, *up, gate=gate), *down)
+
+    def product(x: Tensor, codes: Codes, gate: Gate | None = None) -> Tensor:
+        *weight, bias = codes
+        return launch_pairs(
+            _product,
+            x,
+            weight,
+            bias,
+            routing,
+            ids.numel(),
+            codes[0].shape[1],
+            tile,
+            out_dtype,
+            gate,
+            K=x.shape[1],
+            GROUP=group,
+            INT4=int4,
+        )
+
+    products = product(product(x, up, gate), down)
     return weighted_sum(products, ids, weights, experts)
 
 

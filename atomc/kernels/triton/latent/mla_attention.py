@@ -333,19 +333,29 @@ def tiling(
     )
 
 
-def latent_operands(q: Tensor, kv_cache: Tensor) -> tuple[Heads, LatentCache]:
-    """q [T, H, L + R] and the cache, as arguments of kernels."""
-    return Heads(q, *q.stride()[:2]), LatentCache(
-        byte_view(kv_cache), *reversed(kv_cache.stride()[:2])
-    )
-
-
 def launch_arguments(
-    q: Tensor, kv_cache: Tensor, latent: int, cut: LatentTiling
-) -> dict[str, int | bool | str | tl.dtype]:
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    latent: int,
+    scale: float,
+    cut: LatentTiling,
+    kv_scale: Tensor | None,
+) -> dict[str, object]:
     """What kernels over latents are compiled and launched with, for q [T, H, L + R]."""
     _, num_heads, width = q.shape
     return dict(
+        q=Heads(q, *q.stride()[:2]),
+        cache=LatentCache(byte_view(kv_cache), *reversed(kv_cache.stride()[:2])),
+        query_start=query_start,
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+        kv_scale=kv_scale,
+        num_sequences=seq_lens.shape[0],
+        table_row=block_tables.stride(0),
+        unit=scale * LOG2_E,
         H=num_heads,
         TILE_HEADS=cut.heads,
         L=latent,
@@ -376,22 +386,15 @@ def attend(
     """mla_absorbed_attention of q [T, H, L + R] with the given tiling."""
     into, lse = empty_splits(q, latent, cut.splits)
     num_rows, num_heads, _ = q.shape
-    num_sequences = seq_lens.shape[0]
-    tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // cut.heads))
+    tiles = len(seq_lens) + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // cut.heads))
     _attend_latent[(tiles, triton.cdiv(num_heads, cut.heads), cut.splits)](
-        *latent_operands(q, kv_cache),
-        into,
-        lse,
-        query_start,
-        seq_lens,
-        block_tables,
-        kv_scale,
-        num_rows,
-        num_sequences,
-        block_tables.stride(0),
-        scale * LOG2_E,
+        out_ptr=into,
+        lse_ptr=lse,
+        num_rows=num_rows,
         BY_SEQUENCE=cut.by_sequence,
-        **launch_arguments(q, kv_cache, latent, cut),
+        **launch_arguments(
+            q, kv_cache, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
+        ),
     )
     return into if lse is None else combined(into, lse, q.dtype)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import first_refusal, unlike
-from atomc.kernels.triton.attention.attention import LOG2_E
 from atomc.kernels.triton.attention.combine_splits import (
     combined,
     empty_splits,
@@ -24,7 +23,6 @@ from atomc.kernels.triton.latent import mla_attention as dense
 from atomc.kernels.triton.latent.mla_attention import (
     LatentTiling,
     attend_keys,
-    latent_operands,
     launch_arguments,
     tiling,
 )
@@ -149,20 +147,14 @@ def attend_chosen(
     num_rows, num_heads, _ = q.shape
     into, lse = empty_splits(q, latent, cut.splits)
     _attend_chosen[(num_rows, triton.cdiv(num_heads, cut.heads), cut.splits)](
-        *latent_operands(q, kv_cache),
-        chosen,
-        into,
-        lse,
-        query_start,
-        seq_lens,
-        block_tables,
-        kv_scale,
-        seq_lens.shape[0],
-        block_tables.stride(0),
-        chosen.stride(0),
-        scale * LOG2_E,
+        chosen_ptr=chosen,
+        out_ptr=into,
+        lse_ptr=lse,
+        chosen_row=chosen.stride(0),
         K=chosen.shape[-1],
-        **launch_arguments(q, kv_cache, latent, cut),
+        **launch_arguments(
+            q, kv_cache, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
+        ),
     )
     return into if lse is None else combined(into, lse, q.dtype)
 

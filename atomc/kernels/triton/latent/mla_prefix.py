@@ -11,13 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc.kernels.triton.attention.attention import LOG2_E
 from atomc.kernels.triton.attention.attention_tiles import multiprocessors
 from atomc.kernels.triton.attention.sequences import num_tiles_with_prefix, tokens_with_prefix
 from atomc.kernels.triton.latent.mla_attention import (
     LatentTiling,
     attend_keys,
-    latent_operands,
     launch_arguments,
 )
 from atomc.kernels.triton.launch.launch import dot_block, let_next_start, wait_for_last
@@ -120,16 +118,10 @@ def attend_prefixes(
     tiles = num_rows // (cut.rows // cut.heads) + min(num_rows, seq_lens.shape[0])
     tiles *= triton.cdiv(num_heads, cut.heads)
     _attend_prefixes[(min(tiles, PROGRAMS * multiprocessors(q.device)),)](
-        *latent_operands(q, kv_cache),
-        attended,
-        lse,
-        query_start,
-        seq_lens,
-        block_tables,
-        kv_scale,
-        seq_lens.shape[0],
-        block_tables.stride(0),
-        scale * LOG2_E,
-        **launch_arguments(q, kv_cache, latent, cut),
+        out_ptr=attended,
+        lse_ptr=lse,
+        **launch_arguments(
+            q, kv_cache, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
+        ),
     )
     return attended, lse
