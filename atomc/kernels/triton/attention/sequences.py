@@ -35,6 +35,11 @@ def tokens_of(
 
 
 @triton.jit
+def _of_owner(owns, values):
+    return tl.sum(tl.where(owns, values, 0))
+
+
+@triton.jit
 def _searched(tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q: tl.constexpr):
     """The number of the sequence of a tile, its first row, its end, and its length.
 
@@ -50,10 +55,10 @@ def _searched(tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q: tl.
         # True for exactly one sequence. The sums select its values without a second, dependent
         # load.
         owns = (starts // BLOCK_Q + each <= tile) & (tile <= ends // BLOCK_Q + each)
-        s += tl.sum(tl.where(owns, each, 0))
-        start += tl.sum(tl.where(owns, starts, 0))
-        end += tl.sum(tl.where(owns, ends, 0))
-        length += tl.sum(tl.where(owns, lengths, 0))
+        s += _of_owner(owns, each)
+        start += _of_owner(owns, starts)
+        end += _of_owner(owns, ends)
+        length += _of_owner(owns, lengths)
     return s, start, end, length
 
 
@@ -98,10 +103,10 @@ def tokens_with_prefix(tile, query_start, seq_lens, num_sequences, BLOCK_Q: tl.c
         )
         through = passed + tl.cumsum(tiles, 0)
         owns = (through - tiles <= tile) & (tile < through)
-        s += tl.sum(tl.where(owns, each, 0))
-        start += tl.sum(tl.where(owns, starts, 0))
-        end += tl.sum(tl.where(owns, ends, 0))
-        length += tl.sum(tl.where(owns, lengths, 0))
+        s += _of_owner(owns, each)
+        start += _of_owner(owns, starts)
+        end += _of_owner(owns, ends)
+        length += _of_owner(owns, lengths)
         first += tl.sum(tl.where(owns, tile - through + tiles, 0)) * BLOCK_Q
         passed += tl.sum(tiles)
     return s, start, end, length, first

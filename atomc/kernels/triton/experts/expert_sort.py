@@ -13,13 +13,13 @@ from torch import Tensor
 
 from atomc.kernels.triton.launch.launch import begin, overlap
 
-SUB = 64  # pairs that a program of the sort places at a time
+SUB = tl.constexpr(64)  # pairs that a program of the sort places at a time
 # A program counts the experts of this number of pairs by itself; of more a kernel before it does.
 MOST_COUNTED = 1024
 # H200, us of 8,192 pairs of 256 experts in 32 / 64 / 128 chunks: 11.7 / 9.1 / 13.6; of 65,536 pairs
 # in 64 / 128: 57 / 35. (`bench/moe.py --parts`)
 CHUNKS = ((16384, 64), (2**63, 128))  # of up to so many pairs, each counted by one program
-MAPPED = 16  # blocks that a program of the sort describes
+MAPPED = tl.constexpr(16)  # blocks that a program of the sort describes
 MOST_EXPERTS = 1024
 
 
@@ -77,10 +77,8 @@ def _place(
     E: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
-    SUB: tl.constexpr,
     SCAN: tl.constexpr,
     BLOCK: tl.constexpr,
-    MAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The first programs place a chunk of pairs each, the others describe blocks.
@@ -169,15 +167,15 @@ def sort_by_expert(ids: Tensor, num_experts: int, block: int) -> Routing:
         return Routing(block, expert, order)
     ids = ids.contiguous()
     bins = max(32, triton.next_power_of_2(num_experts + 1))
-    chunk, counts = SUB, None
+    chunk, counts = SUB.value, None
     if pairs > MOST_COUNTED:
         chunks = next(chunks for most, chunks in CHUNKS if pairs <= most)
-        chunk = max(SUB, triton.next_power_of_2(triton.cdiv(pairs, chunks)))
+        chunk = max(SUB.value, triton.next_power_of_2(triton.cdiv(pairs, chunks)))
         counts = ids.new_empty((triton.cdiv(pairs, chunk), bins), dtype=torch.int32)
         _count[(len(counts),)](
             ids, counts, pairs, E=num_experts, BINS=bins, CHUNK=chunk, **overlap(ids.device)
         )
-    _place[(triton.cdiv(pairs, chunk) + triton.cdiv(capacity, MAPPED),)](
+    _place[(triton.cdiv(pairs, chunk) + triton.cdiv(capacity, MAPPED.value),)](
         ids,
         counts,
         order,
@@ -187,10 +185,8 @@ def sort_by_expert(ids: Tensor, num_experts: int, block: int) -> Routing:
         E=num_experts,
         BINS=bins,
         CHUNK=chunk,
-        SUB=SUB,
         SCAN=min(1024, triton.next_power_of_2(pairs)),
         BLOCK=block,
-        MAPPED=MAPPED,
         **overlap(ids.device),
     )
     return Routing(block, expert, order)

@@ -29,11 +29,11 @@ from atomc.platform import Platform
 
 MAX_HEADS, MAX_WIDTH = 128, 256
 SCORE_BYTES = 256 * 2**20
-KEYS, PROGRAMS = 64, 4  # of a tile of scores; per multiprocessor. Not measured
+KEYS, PROGRAMS = tl.constexpr(64), 4  # of a tile of scores; per multiprocessor. Not measured
 # Scores of a tile of a choice. H200, 2,048 of 32,000 scores, 1 or 64 rows, 8 warps: 153 us with
 # 1,024, 143 with 2,048, 113 with 4,096; with 16 warps 119 with 8,192.
-RANKED = 4096
-ROWS = 4  # of a program that writes keys
+RANKED = tl.constexpr(4096)
+ROWS = tl.constexpr(4)  # of a program that writes keys
 
 
 @triton.jit
@@ -47,7 +47,6 @@ def _index_write(
     c_slot,
     s_slot,
     C: tl.constexpr,
-    ROWS: tl.constexpr,
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
     PDL: tl.constexpr,
@@ -93,7 +92,6 @@ def _index_scores(
     topk,
     J: tl.constexpr,
     C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     OFFSET: tl.constexpr,
     CODES: tl.constexpr,
@@ -114,9 +112,9 @@ def _index_scores(
             weights *= 128.0 if CODES == "fnuz" else 256.0
         table = block_tables + tl.cast(s, tl.int64) * table_row
         into = scores_ptr + at_row.to(tl.int64) * scores_row
-        step = tl.num_programs(1) * BLOCK_N
-        for n in range(tl.program_id(1) * BLOCK_N, position + 1, step):
-            key = n + tl.arange(0, BLOCK_N)
+        step = tl.num_programs(1) * KEYS
+        for n in range(tl.program_id(1) * KEYS, position + 1, step):
+            key = n + tl.arange(0, KEYS)
             there = key <= position
             block = tl.load(table + key // BLOCK_SIZE, there, 0).to(OFFSET)
             at = block * c_block + key % BLOCK_SIZE * c_slot
@@ -147,7 +145,6 @@ def _choose(
     num_sequences,
     scores_row,
     TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The positions of the TOPK largest scores of one row; of equal ones the first."""
@@ -168,8 +165,8 @@ def _choose(
         for digit in range(4):
             shift = 24 - 8 * digit
             counts = tl.zeros([256], tl.int32)
-            for n in range(0, position + 1, BLOCK):
-                key = n + tl.arange(0, BLOCK)
+            for n in range(0, position + 1, RANKED):
+                key = n + tl.arange(0, RANKED)
                 bits = _ordered(tl.load(scores + key, key <= position, 0.0))
                 # In two steps: a shift by all 32 bits is undefined.
                 alike = (bits >> shift >> 8) == (known >> shift >> 8)
@@ -181,8 +178,8 @@ def _choose(
             left -= tl.sum(tl.where(here, above, 0))
             known |= (tl.sum(tl.where(here, value, 0)) << shift).to(tl.uint32)
         written, equal = 0, 0
-        for n in range(0, position + 1, BLOCK):
-            key = n + tl.arange(0, BLOCK)
+        for n in range(0, position + 1, RANKED):
+            key = n + tl.arange(0, RANKED)
             bits = _ordered(tl.load(scores + key, key <= position, 0.0))
             last = ((bits == known) & (key <= position)).to(tl.int32)
             rank = equal + tl.cumsum(last, 0)
@@ -229,7 +226,7 @@ def index_write(k: Tensor, index_cache: Tensor, slots: Tensor) -> Tensor:
     rows = k.reshape(-1, k.shape[-1])
     if len(rows):
         scales = _scales(index_cache)
-        _index_write[(triton.cdiv(len(rows), ROWS),)](
+        _index_write[(triton.cdiv(len(rows), ROWS.value),)](
             rows,
             byte_view(index_cache),
             scales,
@@ -239,7 +236,6 @@ def index_write(k: Tensor, index_cache: Tensor, slots: Tensor) -> Tensor:
             index_cache.stride(1),
             0 if scales is None else scales.stride(1),
             C=rows.shape[1],
-            ROWS=ROWS,
             num_warps=4,
             **codes_of(index_cache),
             **overlap(k.device),
@@ -321,7 +317,7 @@ def index_scores(
     count, capacity = scores.shape
     programs = max(1, PROGRAMS * multiprocessors(q.device) // count)
     scales = _scales(index_cache)
-    _index_scores[(count, min(programs, triton.cdiv(capacity, KEYS)))](
+    _index_scores[(count, min(programs, triton.cdiv(capacity, KEYS.value)))](
         q,
         weights,
         byte_view(index_cache),
@@ -342,7 +338,6 @@ def index_scores(
         topk,
         J=q.shape[1],
         C=_width(index_cache),
-        BLOCK_N=KEYS,
         BLOCK_SIZE=index_cache.shape[1],
         OFFSET=offset_type(index_cache),
         CODES=codes_of(index_cache)["CODES"],
@@ -366,7 +361,6 @@ def choose(
         seq_lens.shape[0],
         scores.stride(0),
         TOPK=topk,
-        BLOCK=RANKED,
         num_warps=8,
         **overlap(scores.device),
     )

@@ -35,7 +35,7 @@ from atomc.platform import Platform
 
 # Steps of fewer tokens are absorbed as a whole: most of them only decode. Not measured.
 PROMPTS = ops.Tokens(257)
-TOKENS = 4  # of a program that reads rows of the cache
+TOKENS = tl.constexpr(4)  # of a program that reads rows of the cache
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
@@ -52,17 +52,16 @@ def _read_rows(
     c_block,
     c_slot,
     WIDTH: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The rows of the cache of BLOCK_Q new tokens of a sequence; zeros for rows of no sequence."""
+    """The rows of the cache of TOKENS new tokens of a sequence; zeros for rows of no sequence."""
     begin(PDL)
     s, start, end, length, first, _ = tokens_of(
-        tl.program_id(0), query_start, seq_lens, num_rows, num_sequences, BLOCK_Q
+        tl.program_id(0), query_start, seq_lens, num_rows, num_sequences, TOKENS
     )
-    token = first + tl.arange(0, BLOCK_Q)
+    token = first + tl.arange(0, TOKENS)
     own = token < end - start
     cached = own & (s < num_sequences)
     key = length - (end - start) + token
@@ -194,7 +193,7 @@ def _rows_of_step(
     """The cached rows of the tokens of the step [T, L + R], in the dtype of q [T, H, P + R]."""
     tokens = q.shape[0]
     cached = q.new_empty((tokens, kv_cache.shape[-1]))
-    _read_rows[(tokens // TOKENS + seq_lens.shape[0] + 1,)](
+    _read_rows[(tokens // TOKENS.value + seq_lens.shape[0] + 1,)](
         byte_view(kv_cache),
         cached,
         query_start,
@@ -206,7 +205,6 @@ def _rows_of_step(
         block_tables.stride(0),
         *kv_cache.stride()[:2],
         WIDTH=cached.shape[-1],
-        BLOCK_Q=TOKENS,
         BLOCK_SIZE=kv_cache.shape[1],
         CODES=codes_of(kv_cache)["CODES"],
         **overlap(q.device),

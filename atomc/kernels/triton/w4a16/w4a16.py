@@ -245,41 +245,31 @@ def multiply(
     if rows := num_rows(out):
         coded = x.dtype == torch.uint8
         by_row = (code_words(x) if coded else x).reshape(rows, -1)
-        x_row = int(x_scale is not None and x_scale.numel() > 1)
-        more = {"GROUP": group, "INT4": scale.is_floating_point(), "CODED": coded}
-        cut = {"K": k, **more, **tile, **overlap(x.device)}
+        shared: dict[str, object] = dict(
+            x_scale_ptr=x_scale,
+            words_ptr=words,
+            scale_ptr=scale,
+            zeros_ptr=zeros,
+            global_ptr=global_scale,
+            bias_ptr=bias,
+            out_ptr=out,
+            N=n,
+            x_row=int(x_scale is not None and x_scale.numel() > 1),
+            K=k,
+            GROUP=group,
+            INT4=scale.is_floating_point(),
+            CODED=coded,
+            **tile,
+            **overlap(x.device),
+        )
+        across = triton.cdiv(n, tile["BLOCK_N"])
         if "BLOCK_M" in tile:
-            _rows[(triton.cdiv(n, tile["BLOCK_N"]), triton.cdiv(rows, tile["BLOCK_M"]))](
-                by_row,
-                x_scale,
-                words,
-                scale,
-                zeros,
-                global_scale,
-                bias,
-                out,
-                rows,
-                n,
-                x_row,
-                NUMBER=_number(x),
-                **cut,
-            )
+            grid = across, triton.cdiv(rows, tile["BLOCK_M"])
+            _rows[grid](by_row, M=rows, NUMBER=_number(x), **shared)
         else:
             sixteen = TRITON_DTYPE[x.dtype] if x.dtype in HALVES else None
-            _row[(triton.cdiv(n, tile["BLOCK_N"]), rows)](
-                by_row if sixteen is None else int64_view(by_row),
-                x_scale,
-                words,
-                scale,
-                zeros,
-                global_scale,
-                bias,
-                out,
-                n,
-                x_row,
-                SIXTEEN=sixteen,
-                **cut,
-            )
+            read = by_row if sixteen is None else int64_view(by_row)
+            _row[across, rows](read, SIXTEEN=sixteen, **shared)
     return out
 
 
