@@ -92,13 +92,15 @@ atomc/kernels/torch/delta_rule.py | kernels/test_kernels.py -k '[gated_delta_rul
 atomc/kernels/torch/mla_attention.py | passes/test_mla_attention.py
 atomc/kernels/torch/ssm.py | ops/test_ssm_scan.py
 atomc/kernels/triton/attention/attention.py | kernels/test_paged_attention.py | _attend _walk
-atomc/kernels/triton/attention/combine_splits.py | kernels/test_combine_splits.py
+atomc/kernels/triton/attention/combine_splits.py | kernels/test_combine_splits.py | _combine_splits combined empty_splits
+atomc/kernels/triton/attention/combine_splits.py | kernels/test_paged_attention.py | add_weighted store_attended
 atomc/kernels/triton/attention/sequences.py | kernels/latent/test_mla_prefix.py
 atomc/kernels/triton/attention/varlen_attention.py | kernels/test_kernels.py -k '[varlen_attention-triton-'
 atomc/kernels/triton/experts/experts_4_bits.py | kernels/test_experts_prefill.py | _product
 atomc/kernels/triton/experts/experts_decode.py | kernels/test_experts_decode.py
 atomc/kernels/triton/experts/experts_decode_sums.py | kernels/test_kernels.py -k '[moe_experts_mxfp4-triton-'
-atomc/kernels/triton/experts/grouped.py | kernels/test_kernels.py -k '[moe_experts_fp8-triton-'
+atomc/kernels/triton/experts/grouped.py | kernels/moe/test_moe_modular.py -k 'leaves_unused' | _batch_rows
+atomc/kernels/triton/experts/grouped.py | kernels/test_kernels.py -k '[moe_experts_fp8-triton-' | _product _scales _squares grouped_product launch_pairs pairs_of square_scale store_pairs weight_rows
 atomc/kernels/triton/experts/route.py | kernels/test_route_kernel.py | _logits
 atomc/kernels/triton/latent/indexer.py | kernels/test_kernels.py -k '[index_write-triton- or [paged_index_topk-triton-'
 atomc/kernels/triton/latent/mla_attention.py | kernels/latent/test_mla_branches.py | add_keys
