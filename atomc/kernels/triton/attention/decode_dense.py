@@ -33,13 +33,13 @@ BLOCK_N = 64
 
 
 class Mask(NamedTuple):
-    """[B, N, T, S] as one argument of a kernel."""
+    """[B, N, T, S] as one argument of a kernel; no memory: there is no mask."""
 
-    ptr: Tensor
-    batch: int
-    head: int
-    token: int
-    key: int
+    ptr: Tensor | None
+    batch: int | None = None
+    head: int | None = None
+    token: int | None = None
+    key: int | None = None
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def _attend(
     PDL: tl.constexpr,
 ):
     """mask: of bytes, or numbers that are added to the scores."""
-    ADDED: tl.constexpr = mask is not None and mask.ptr.dtype.element_ty.is_floating()
+    ADDED: tl.constexpr = mask.ptr is not None and mask.ptr.dtype.element_ty.is_floating()
     BLOCK_M: tl.constexpr = dot_block(GROUP * T)
     begin(PDL)
     batch = tl.program_id(0).to(tl.int64)
@@ -85,7 +85,7 @@ def _attend(
     queries = tl.load(q_at, mask=valid[:, None] & (d < D), other=0.0)
     k_ptr = k.ptr + batch * k.s0 + kv_head * k.s2
     v_ptr = v.ptr + batch * v.s0 + kv_head * v.s2
-    if mask is not None:
+    if mask.ptr is not None:
         mask_row = batch * mask.batch + head * mask.head + token * mask.token
 
     last = num_keys
@@ -107,7 +107,7 @@ def _attend(
             seen = seen & (key[None, :] <= token[:, None])
         if WINDOW:
             seen = seen & (key[None, :] > token[:, None] - WINDOW)
-        if mask is not None and not ADDED:
+        if mask.ptr is not None and not ADDED:
             seen = seen & (_mask_values(mask, mask_row, key, seen) != 0)
         if tl.max(seen.to(tl.int32)) > 0:
             there = (key < last)[:, None] & (d < D)
@@ -190,7 +190,7 @@ def attention(
     programs = 2 * multiprocessors(q.device) // (batch * kv_heads)
     splits = max(min(programs, triton.cdiv(num_keys, 2 * BLOCK_N), MAX_SPLITS), 1)
     into, lse = empty_splits(q, width, splits)
-    of_all = None
+    of_all = Mask(None)
     if mask is not None:
         stored = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
         of_all = Mask(stored, *mask.expand(batch, num_heads, num_new, num_keys).stride())

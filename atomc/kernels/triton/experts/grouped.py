@@ -70,7 +70,7 @@ def store_pairs(
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCK_M: tl.constexpr = sums.shape[0]
     BLOCK_N: tl.constexpr = sums.shape[1]
-    if bias is not None:
+    if bias.ptr is not None:
         ROWS: tl.constexpr = N if GATE is None else 2 * N
         bias_at = bias.ptr + expert.to(tl.int64) * bias.expert + row
         sums += tl.load(bias_at, row < ROWS, 0.0).to(tl.float32)[None, :]
@@ -179,7 +179,7 @@ def _product(
         FP8: tl.constexpr = x.ptr.dtype.element_ty == tl.float8e4nv
         WIDE: tl.constexpr = tl.int32 if x.ptr.dtype.element_ty == tl.int8 else tl.float32
         sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), WIDE)
-        if weight_scale is not None:
+        if weight_scale.ptr is not None:
             scale_at = weight_scale.ptr + expert.to(tl.int64) * weight_scale.expert
             if SQUARES:
                 scale_at += tile * (BLOCK_N // SQUARES) // SQUARE * weight_scale.row
@@ -211,16 +211,18 @@ def _product(
                 sums = tl.dot(left, right, sums, input_precision="ieee", out_dtype=WIDE)
         let_next_start(PDL)
         out = (tl.trans(sums) if SWAP else sums).to(tl.float32)
-        if weight_scale is not None and not SQUARE:
+        if weight_scale.ptr is not None and not SQUARE:
             out *= tl.load(x_scale.ptr + x_of * x_scale.row, pair < P, 0.0)[:, None]
             out *= tl.load(scale_at, row < ROWS, 0.0)[None, :]
         store_pairs(out, bias, out_ptr, expert, pair, P, row, tile, N, GATE, PAIRED)
 
 
 class Matrices(NamedTuple):
-    """[E, rows, columns], or a part of these dimensions, as one argument of a kernel."""
+    """[E, rows, columns], or a part of these dimensions, as one argument of a kernel. No memory: an
+    absent operand; Triton 3.6 cannot compare a tuple with None.
+    """
 
-    ptr: Tensor
+    ptr: Tensor | None
     expert: int | None = None
     row: int | None = None
     column: int | None = None
@@ -243,10 +245,10 @@ def _squares(square: int, block: int, rows: int, gate: Gate | None, paired: bool
 
 def _scales(
     x_scale: Tensor | None, weight_scale: Tensor | None, square: int
-) -> tuple[Matrices | None, Matrices | None]:
+) -> tuple[Matrices, Matrices]:
     """Both as arguments; the stride is 0 where one scale serves all."""
     if x_scale is None or weight_scale is None:
-        return None, None
+        return Matrices(None), Matrices(None)
     if square:
         return Matrices(x_scale, None, *x_scale.stride()), Matrices(
             weight_scale, *weight_scale.stride()
@@ -287,7 +289,7 @@ def launch_pairs(
         kernel[(blocks * triton.cdiv(rows, tile["BLOCK_N"]),)](
             Matrices(x, row=x.stride(0)),
             *weight,
-            None if bias is None else Matrices(bias, bias.stride(0)),
+            Matrices(bias, None if bias is None else bias.stride(0)),
             out,
             routing,
             pairs,
