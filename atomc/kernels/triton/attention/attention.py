@@ -274,11 +274,11 @@ def _attend(
             peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * BASE_2
             total += 1.0
         acc = tl.zeros([BLOCK_M, dot_block(DV)], tl.float32)
-        end_whole = first
+        end_unmasked = first
         if FIRST == 0:
             # All rows of a wide tile see most of its keys.
-            whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0)
-            end_whole += whole // BLOCK_N * BLOCK_N
+            unmasked = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0)
+            end_unmasked += unmasked // BLOCK_N * BLOCK_N
         for MASKED in tl.static_range(FIRST, 2):
             acc, total, peak = _walk(
                 acc,
@@ -290,8 +290,8 @@ def _attend(
                 k,
                 rest,
                 v,
-                end_whole if MASKED else first,
-                last if MASKED else end_whole,
+                end_unmasked if MASKED else first,
+                last if MASKED else end_unmasked,
                 position,
                 inner,
                 unit,

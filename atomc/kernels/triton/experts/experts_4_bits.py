@@ -25,8 +25,8 @@ from atomc.kernels.triton.launch.tile_table import FragmentTile
 from atomc.kernels.triton.launch.tiles import EXPERTS_FRAGMENTS
 from atomc.kernels.triton.w4a16.fragment_products import (
     add_part,
+    fragment_weight,
     number_types,
-    packed_weight,
 )
 from atomc.kernels.triton.w4a16.fragments import (
     E2M1_UNIT,
@@ -215,7 +215,7 @@ class PairsOfExperts:
         return launch_pairs(
             _product,
             x,
-            (packed_weight(words, scale, zeros),),
+            (fragment_weight(words, scale, zeros),),
             bias,
             self.routing,
             self.pairs,

@@ -114,7 +114,7 @@ def attend_keys(
     q,
     cache,
     table,
-    chosen,
+    chosen_ptr,
     row,
     head,
     there,
@@ -133,7 +133,7 @@ def attend_keys(
 ):
     """The weighted latents, sum of weights and maximum in base 2 of a tile, whose queries are those
     of `row` and `head` where they are `there`, over the rows of the cache from `first` to `last`,
-    or those that the numbers from `first` to `last` in `chosen` say, if it is not None.
+    or over chosen rows, whose positions are at `chosen_ptr` from `first` to `last`.
 
     position, lowest_position  of the queries, and the lowest of them; None for chosen rows
     """
@@ -146,18 +146,18 @@ def attend_keys(
     total = tl.zeros([head.shape[0]], tl.float32)
     acc = tl.zeros([head.shape[0], dot_block(L)], tl.float32)
     seen_by_all = first
-    if chosen is None:
-        whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0)
-        seen_by_all = first + whole // BLOCK_N * BLOCK_N
-    for MASKED in tl.static_range(1 if chosen is not None else 0, 2):
+    if chosen_ptr is None:
+        unmasked = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0)
+        seen_by_all = first + unmasked // BLOCK_N * BLOCK_N
+    for MASKED in tl.static_range(1 if chosen_ptr is not None else 0, 2):
         start = seen_by_all if MASKED else first
         end = last if MASKED else seen_by_all
         # In branches, two stages are what fits.
         for n in tl.range(start, end, BLOCK_N, num_stages=2 if BRANCHES else None):
             key = n + tl.arange(0, BLOCK_N)
             inside = key < end
-            if chosen is not None:
-                key = tl.load(chosen + key, mask=inside, other=0)
+            if chosen_ptr is not None:
+                key = tl.load(chosen_ptr + key, mask=inside, other=0)
             if MASKED:
                 block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(OFFSET)
             else:
@@ -171,7 +171,7 @@ def attend_keys(
             latent = code_numbers(latent, q_latent.dtype, CODES)
             k_rope = code_numbers(k_rope, q_latent.dtype, CODES)
             seen = inside[None, :]
-            if chosen is None:
+            if chosen_ptr is None:
                 seen = (key[None, :] <= position[:, None]) & seen
             acc, total, peak = add_keys(
                 acc,

@@ -18,7 +18,7 @@ def packed_words(packed: Tensor) -> Tensor:
     return packed.view(-1).view(torch.int32) if packed.itemsize < 4 else packed
 
 
-class PackedWeight(NamedTuple):
+class FragmentWeight(NamedTuple):
     """A weight as one argument of a kernel: words, and packed_words() of their scales and zeros."""
 
     words: Tensor
@@ -26,8 +26,10 @@ class PackedWeight(NamedTuple):
     zeros: Tensor | None
 
 
-def packed_weight(words: Tensor, scale: Tensor, zeros: Tensor | None) -> PackedWeight:
-    return PackedWeight(words, packed_words(scale), None if zeros is None else packed_words(zeros))
+def fragment_weight(words: Tensor, scale: Tensor, zeros: Tensor | None) -> FragmentWeight:
+    return FragmentWeight(
+        words, packed_words(scale), None if zeros is None else packed_words(zeros)
+    )
 
 
 def number_types(dtype: torch.dtype) -> dict[str, tl.dtype]:
@@ -79,7 +81,7 @@ def part_values(
     """The values [BLOCK_N, 128] of words [BLOCK_N, 4, 4] in NUMBER: of int4 codes, rounded to
     SIXTEEN, or of e2m1 codes, without E2M1_UNIT.
 
-    at      where the PackedWeight has the scales of this part [BLOCK_N, 4], in the order in which
+    at      where the FragmentWeight has the scales of this part [BLOCK_N, 4], in the order in which
             the words are read: the four threads of a row read the same
     inside  [BLOCK_N, 1]: where there is a row
     """

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.kernels.triton.w4a16.fragment_products import (
+    fragment_weight,
     number_types,
-    packed_weight,
     part_values,
 )
 from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, strip_offset
@@ -62,7 +62,7 @@ def unpacked(
     n = len(words) * STRIP.value
     out = words.new_empty((n, columns), dtype=dtype)
     _unpack[(triton.cdiv(n, 64), triton.cdiv(columns, 128))](
-        packed_weight(words, scale, zeros),
+        fragment_weight(words, scale, zeros),
         out,
         n,
         K=columns,

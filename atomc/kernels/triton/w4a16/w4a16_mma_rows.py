@@ -19,8 +19,8 @@ from atomc.kernels.triton.launch.tile_table import StripTile
 from atomc.kernels.triton.launch.tiles import LINEAR_4_BITS
 from atomc.kernels.triton.w4a16.fragment_products import (
     add_part,
+    fragment_weight,
     number_types,
-    packed_weight,
 )
 from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, strip_offset
 
@@ -136,7 +136,7 @@ def multiply(
         sums = out if splits == 1 else out.new_empty((splits, rows, n), dtype=torch.float32)
         _rows[(triton.cdiv(rows, tile.rows), triton.cdiv(n, tile.weight_rows), splits)](
             x.reshape(rows, k).contiguous(),
-            packed_weight(words, scale, zeros),
+            fragment_weight(words, scale, zeros),
             bias if splits == 1 else None,
             sums,
             rows,
