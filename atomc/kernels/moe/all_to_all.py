@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from atomc.kernels.moe.collectives import Ranks
 from atomc.kernels.moe.dispatched import Dispatched, Sent
 from atomc.kernels.moe.placement import placement
-from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
+from atomc.kernels.moe.prepare_finalize import ExchangeOfRanks, Receiver
 from atomc.kernels.moe.weight_and_reduce import WeightAndReduce, rows_at
 
 
@@ -26,7 +25,7 @@ class _Rows(Sent):
     received: list[int]
 
 
-class AllToAll(PrepareFinalize):
+class AllToAll(ExchangeOfRanks):
     """The sizes are read on the host: it cannot be captured in a CUDA graph. A token that no rank
     has experts for is not sent, and its result is zero. Each rank rounds its sum for a token to the
     dtype of the results; the sums are added in fp32, in the order of ranks.
@@ -43,9 +42,7 @@ class AllToAll(PrepareFinalize):
         owner: Tensor | None = None,
     ) -> None:
         """owner: [E] int64, the rank of each expert; None: the ranks exchange their maps."""
-        super().__init__(expert_map)
-        self.ranks = Ranks(self.name, group)
-        self.num_dispatchers = self.ranks.size
+        super().__init__(expert_map, group=group)
         if owner is None:
             owner = placement(self.name, expert_map, self.ranks).owner
         self.owner = owner

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
+from atomc.kernels.moe.collectives import Ranks
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.schemes import ALL_SCHEMES, ExpertsScheme
 from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce
@@ -88,3 +89,19 @@ class PrepareFinalize(ABC):
         Here the sums of the rows that the experts received; parts that sent tokens bring them back.
         """
         return weight_and_reduce.resolved(Contiguous()).apply(results, dispatched.weights)
+
+
+class ExchangeOfRanks(PrepareFinalize):
+    """A part that sends tokens to other ranks of a group; None: all processes."""
+
+    def __init__(
+        self,
+        expert_map: Tensor,
+        *,
+        max_tokens_per_rank: int | None = None,
+        group: distributed.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(expert_map)
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.ranks = Ranks(self.name, group)
+        self.num_dispatchers = self.ranks.size

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from atomc.kernels.moe.collectives import Pending, Ranks
+from atomc.kernels.moe.collectives import Pending
 from atomc.kernels.moe.combinations.batching import batch_rows, slots_of
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.placement import placement
-from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
+from atomc.kernels.moe.prepare_finalize import ExchangeOfRanks, Receiver
 from atomc.kernels.moe.weight_and_reduce import NaiveBatched, WeightAndReduce
 
 
@@ -31,7 +31,7 @@ class _Batch(Sent):
     order: Tensor
 
 
-class BatchedAllToAll(PrepareFinalize):
+class BatchedAllToAll(ExchangeOfRanks):
     """All ranks have the same number of experts, and the same max_tokens_per_rank. The router's
     weights stay with their tokens: the result of each expert travels back.
     """
@@ -47,10 +47,7 @@ class BatchedAllToAll(PrepareFinalize):
         max_tokens_per_rank: int,
         group: distributed.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(expert_map)
-        self.max_tokens_per_rank = max_tokens_per_rank
-        self.ranks = Ranks(self.name, group)
-        self.num_dispatchers = self.ranks.size
+        super().__init__(expert_map, max_tokens_per_rank=max_tokens_per_rank, group=group)
         placed = placement(self.name, expert_map, self.ranks)
         if len(set(placed.held)) > 1:
             raise ValueError(

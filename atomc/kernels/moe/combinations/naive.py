@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed
+from torch import Tensor
 
-from atomc.kernels.moe.collectives import Pending, Ranks
+from atomc.kernels.moe.collectives import Pending
 from atomc.kernels.moe.dispatched import Dispatched, Sent
-from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
+from atomc.kernels.moe.prepare_finalize import ExchangeOfRanks, Receiver
 from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
 
 
@@ -20,7 +20,7 @@ class _Tokens(Sent):
     of_this_rank: int
 
 
-class Naive(PrepareFinalize):
+class Naive(ExchangeOfRanks):
     """Collectives need equal shapes: each rank sends max_tokens_per_rank rows, or, if that is None,
     as many as the rank with the most tokens, which the ranks tell each other first. Rows without a
     token have the ids -1. Sums of ranks are added in the dtype of the results.
@@ -28,18 +28,6 @@ class Naive(PrepareFinalize):
 
     name = "naive"
     topk_indices_dtype = torch.int32  # all ranks send the same
-
-    def __init__(
-        self,
-        expert_map: Tensor,
-        *,
-        max_tokens_per_rank: int | None = None,
-        group: distributed.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(expert_map)
-        self.max_tokens_per_rank = max_tokens_per_rank
-        self.ranks = Ranks(self.name, group)
-        self.num_dispatchers = self.ranks.size
 
     def send(
         self,
