@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from atomc.capture.variable_floats import readers_of_numbers
 from atomc.errors import OptionsError, suggestion
 from atomc.files.json_types import JSONLike
-from atomc.graph.canonical import GENERIC, call
+from atomc.graph.canonical import GENERIC
 from atomc.graph.graph_printer import graph_text
 from atomc.graph.node_record import record_of, set_record
 from atomc.graph.provenance import describe, layer_of, module_path, source_line
@@ -308,7 +308,9 @@ class _Run:
             shown_too = [
                 (rewrite, case)
                 for rewrite, case in possible
-                if rewrite.explained and not rewrite.unmet(case, index)
+                if rewrite.explained
+                and not rewrite.unmet(case, index)
+                and rewrite.can_nearly_match(case, index)
             ]
             explained, unexplained = misses(index, shown_too, self.done.near)
         except Exception as error:  # a failed explanation must not fail the compilation
@@ -333,9 +335,7 @@ class _Run:
         if not possible and not any(op in self.consumed for op in needed):
             self.report.absent[p.name] = _needed(needed, index)
             return
-        ops = {
-            call(node).op for rewrite, case in possible[:1] for node in rewrite.traced(case).nodes
-        } or set(needed)
+        ops = {op for rewrite, case in possible[:1] for op in rewrite.ops(case)} or set(needed)
         missing = [op for op in sorted((ops - GENERIC) or ops) if not index[op]]
         taken = next((op for op in missing if op in self.consumed), None)
         if taken is None:

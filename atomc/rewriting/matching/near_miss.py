@@ -5,7 +5,7 @@ differences that the search refused is a bug.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -124,9 +124,13 @@ def _caused(miss: NearMiss, causes: Sequence[NearMiss]) -> NearMiss | None:
 
 def anchors(pattern: Pattern) -> list[Node]:
     """The characteristic nodes of the pattern, independent of the graph."""
-    ops = {call(p).op for p in pattern.nodes}
-    keep = (ops - GENERIC) or (ops & {"cat", "sub", "neg", "mean"}) or ops
-    return [p for p in pattern.nodes if call(p).op in keep]
+    ops = anchor_ops({call(p).op for p in pattern.nodes})
+    return [p for p in pattern.nodes if call(p).op in ops]
+
+
+def anchor_ops(ops: Set[str]) -> Set[str]:
+    """The characteristic ones among the ops of a pattern: a graph without any has no near miss."""
+    return (ops - GENERIC) or (ops & {"cat", "sub", "neg", "mean"}) or ops
 
 
 def explain(pattern: Pattern, p: Node, g: Node, rewrite: str = "", variant: str = "") -> NearMiss:

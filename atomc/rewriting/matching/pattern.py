@@ -17,7 +17,7 @@ from atomc.ops.formats import HALVES
 from atomc.report.records import MissKind
 from atomc.rewriting.example import ExampleValue, Fixed, OneOf
 from atomc.rewriting.matching.captures import capture, differing, stand_ins
-from atomc.torch_compat.tracing import trace_with_symbolic_sizes
+from atomc.torch_compat.tracing import trace_with_static_sizes, trace_with_symbolic_sizes
 
 
 class Index:
@@ -60,15 +60,13 @@ class Pattern:
     ):
         self.sees_through, self.read_together = sees_through, read_together
         arguments, varied = stand_ins(example, 0), stand_ins(example, 1)
-        tensors = {
-            name: argument for name, argument in arguments.items() if isinstance(argument, Tensor)
-        }
+        tensors = _tensors(arguments)
         self.arguments = list(arguments)
         self.graph = _traced(function, arguments, tensors)
         self.inputs = dict(zip(self.graph.find_nodes(op="placeholder"), tensors, strict=True))
         self.outputs = _returned(self.graph)
         self.nodes = _calls(self.graph)
-        ops = {call(node).op for node in self.nodes}
+        ops = _ops(self.graph)
         # A graph whose split was made again behind a mutation has only its parts: slices.
         self.telling = (ops - GENERIC - SPLITS) | (ops & set(needed))
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -128,17 +126,34 @@ class Pattern:
         )
 
 
+def ops_of(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], example: Mapping[str, ExampleValue]
+) -> frozenset[str]:
+    """The canonical ops of the pattern of a function."""
+    arguments = stand_ins(example, 0)
+    return _ops(_traced(function, arguments, _tensors(arguments), trace_with_static_sizes))
+
+
+def _ops(graph: Graph) -> frozenset[str]:
+    return frozenset(call(node).op for node in _calls(graph))
+
+
+def _tensors(arguments: Mapping[str, Fixed]) -> dict[str, Tensor]:
+    return {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+
+
 def _traced(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     arguments: Mapping[str, Fixed],
     tensors: Mapping[str, Tensor],
+    trace: Callable[..., Graph] = trace_with_symbolic_sizes,
 ) -> Graph:
     rest = {name: argument for name, argument in arguments.items() if name not in tensors}
 
     def run(*args: Tensor) -> Tensor | tuple[Tensor, ...]:
         return function(**dict(zip(tensors, args, strict=True)), **rest)
 
-    graph = trace_with_symbolic_sizes(run, *tensors.values())
+    graph = trace(run, *tensors.values())
     _tidy(graph)
     graph.eliminate_dead_code()
     return graph
