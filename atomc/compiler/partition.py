@@ -25,7 +25,7 @@ from atomc.graph.node_record import record_of
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.torch_compat.core import FakeTensorMode, Input
-from atomc.torch_compat.inductor import inductor_code, num_cache_hits
+from atomc.torch_compat.inductor import inductor_code, kernels_at_once, num_cache_hits
 from atomc.torch_compat.tracing import fake_mode_of, tracing_context
 
 # A piece of only these ops is not compiled.
@@ -67,22 +67,23 @@ def compile_glue(gm: GraphModule, patches: JSONMapping) -> tuple[CompiledFunctio
     compiled: dict[Hashable, CompiledFunction] = {}
     functions: dict[str, CompiledFunction] = {}
     count = 0
-    for name, piece in list(split.named_children()):
-        if not isinstance(piece, GraphModule):
-            continue
-        if not worth_compiling(piece):
-            functions[name] = graph_function(piece)
-            continue
-        (call,) = split.graph.find_nodes(op="call_module", target=name)
-        bind_sizes(split, piece, call)
-        count += 1
-        # Equal pieces that write may differ in the aliases of their inputs.
-        key = name if _writes(piece) else structural_hash(piece)
-        if key not in compiled:
-            compiled[key] = _compile_piece(
-                piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches
-            )
-        functions[name] = compiled[key]
+    with kernels_at_once():
+        for name, piece in list(split.named_children()):
+            if not isinstance(piece, GraphModule):
+                continue
+            if not worth_compiling(piece):
+                functions[name] = graph_function(piece)
+                continue
+            (call,) = split.graph.find_nodes(op="call_module", target=name)
+            bind_sizes(split, piece, call)
+            count += 1
+            # Equal pieces that write may differ in the aliases of their inputs.
+            key = name if _writes(piece) else structural_hash(piece)
+            if key not in compiled:
+                compiled[key] = _compile_piece(
+                    piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches
+                )
+            functions[name] = compiled[key]
     return graph_function(split, functions), f"{count} pieces, {len(compiled)} unique" + _known(
         loaded
     )

@@ -178,6 +178,34 @@ def inductor(
     return function
 
 
+@contextlib.contextmanager
+def kernels_at_once() -> Iterator[None]:
+    """Inductor compiles the kernels of all graphs of this context at the same time: it waits for
+    them at the end, and no function that it returns may be called before.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    wait = AsyncCompile.wait
+    waits: list[Callable[[], None]] = []
+
+    def wait_later(kernels: AsyncCompile, scope: dict[str, Any]) -> None:
+        settings = {name: os.environ[name] for name in _TRITON_SETTINGS if name in os.environ}
+
+        def wait_now() -> None:
+            with patch.dict(os.environ, settings):
+                wait(kernels, scope)
+
+        if torch._inductor.config.cpp_wrapper:  # its code times kernels while it is loaded
+            wait_now()
+        else:
+            waits.append(wait_now)
+
+    with patch.object(AsyncCompile, "wait", wait_later):
+        yield
+    for wait_now in waits:
+        wait_now()
+
+
 @dataclass(frozen=True)
 class InductorCode:
     """The code of Inductor for a graph: a Python module with `call(inputs: list) -> outputs`.

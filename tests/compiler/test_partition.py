@@ -1,6 +1,7 @@
 """A graph is cut at its kernels; equal pieces between them are compiled once."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.async_compile import AsyncCompile
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,7 +20,7 @@ from atomc.capture import regions
 from atomc.compiler.partition import left_for_glue, structural_hash
 from atomc.graph.node_record import NodeRecord, set_record
 from atomc.torch_compat import inductor
-from atomc.torch_compat.inductor import num_cache_hits
+from atomc.torch_compat.inductor import kernels_at_once, num_cache_hits
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 
@@ -81,6 +83,40 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch, prepare
 def test_layers_with_another_constant_are_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     note, calls = compiled_pieces(Stack(2.0, 2.0, 2.0, 3.0, 2.0), monkeypatch)
     assert (note, calls) == (["glue: 6 pieces", "4 unique"], 4)
+
+
+def test_kernels_of_all_pieces_are_compiled_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+
+    def noted(event: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            events.append(event)
+            return function(*args)
+
+        return call
+
+    pieces = atomc.compiler.partition
+    monkeypatch.setattr(pieces, "inductor_code", noted("piece", pieces.inductor_code))
+    monkeypatch.setattr(AsyncCompile, "wait", noted("wait", AsyncCompile.wait))
+    model = Stack(2.0, 2.0).requires_grad_(False)
+    compiled = torch.compile(model, backend="atom", options={"glue": "inductor", "strict": True})
+    torch.testing.assert_close(compiled(X), model(X))
+    assert events == ["piece"] * 3 + ["wait"] * 3
+
+
+def test_kernels_that_code_times_while_it_is_loaded_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[str] = []
+    monkeypatch.setattr(AsyncCompile, "wait", lambda kernels, scope: waits.append(*scope))
+    with kernels_at_once():
+        AsyncCompile().wait({"later": 0})
+        with torch._inductor.config.patch(cpp_wrapper=True):
+            AsyncCompile().wait({"now": 0})
+        assert waits == ["now"]
+    assert waits == ["now", "later"]
 
 
 class Doubled(nn.Module):
