@@ -1,5 +1,6 @@
 """What torch.compile(model, backend="atom") promises to its caller."""
 
+import gc
 import logging
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shared_objects import shown
 from torch import Tensor, nn
 
 import atomc
@@ -525,6 +527,22 @@ def test_a_model_on_the_meta_device_can_be_explained_but_not_run() -> None:
         atomc.RunError, match=r"meta device and cannot run: load its weights, or use atomc\.explain"
     ):
         torch.compile(model, backend="atom")(x)
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_a_compile_seeks_garbage_among_new_objects_only(block: Block, by_user: bool) -> None:
+    frozen: list[int] = []
+
+    def note(gm: Any, context: Context) -> list[Fired]:
+        frozen.append(gc.get_freeze_count())
+        return []
+
+    with shown(), register_pass(Pass("note", note)):
+        if by_user:
+            gc.freeze()
+        torch.compile(block, backend="atom", options=EAGER)(torch.randn(5, 32))
+        assert frozen[0] > 10_000
+        assert (gc.get_freeze_count() > 0) == by_user
 
 
 def test_explaining_does_not_run_the_model_and_compiles_nothing(
