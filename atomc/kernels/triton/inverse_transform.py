@@ -11,13 +11,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 # H200, 64 rows of 151,936 bf16 logits: see bench/results/sampler-h200.txt.
 BLOCK = 4096
 NUM_WARPS = 16
 # The row has this many parts, whose largest weights are sorted to bound top_k.
 PARTS = 1024
-ONE = tl.constexpr(0x3F800000)  # the bits of 1.0, which is the largest weight
+ONE = constexpr(0x3F800000)  # the bits of 1.0, which is the largest weight
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def _mass(weights, scale):
 
 
 @triton.jit
-def _row_mass(row_ptr, V, top, temperature, least, scale, BLOCK: tl.constexpr):
+def _row_mass(row_ptr, V, top, temperature, least, scale, BLOCK: constexpr):
     """The mass of the weights whose bits are at least `least`."""
     lane = tl.arange(0, BLOCK)
     mass = tl.zeros([BLOCK], tl.int64)
@@ -44,7 +45,7 @@ def _row_mass(row_ptr, V, top, temperature, least, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _found(found_ptr, num_found, least, scale, BLOCK: tl.constexpr):
+def _found(found_ptr, num_found, least, scale, BLOCK: constexpr):
     """The number of candidates, which are bits of weights, that are at least `least`, and their
     mass.
     """
@@ -60,7 +61,7 @@ def _found(found_ptr, num_found, least, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _largest_bound(found_ptr, num_found, low, count, mass, scale, BLOCK: tl.constexpr):
+def _largest_bound(found_ptr, num_found, low, count, mass, scale, BLOCK: constexpr):
     """The largest number, from `low` on, such that `count` candidates are at least this, or
     candidates with `mass`; the other is None.
     """
@@ -85,8 +86,8 @@ def _least(
     top_k,
     top_p,
     scale,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCK: constexpr,
+    PARTS: constexpr,
 ):
     """The bits of the smallest weight that top_k and then top_p keep."""
     lane = tl.arange(0, BLOCK)
@@ -126,7 +127,7 @@ def _least(
 
 
 @triton.jit
-def _token(row_ptr, V, top, temperature, least, number, scale, BLOCK: tl.constexpr):
+def _token(row_ptr, V, top, temperature, least, number, scale, BLOCK: constexpr):
     """Where the cumulative mass of the weights with bits of at least `least` exceeds `number`."""
     lane = tl.arange(0, BLOCK)
     total = _row_mass(row_ptr, V, top, temperature, least, scale, BLOCK)
@@ -156,9 +157,9 @@ def _inverse_transform(
     tops_ptr,
     V,
     scale,
-    FILTERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    FILTERED: constexpr,
+    BLOCK: constexpr,
+    PARTS: constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     R = tl.num_programs(0)

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
@@ -51,7 +52,7 @@ from atomc.platform import Platform
 
 MAX_WIDTH, MAX_GROUP = 256, 128
 LOG2_E = math.log2(math.e)
-BASE_2 = tl.constexpr(LOG2_E)
+BASE_2 = constexpr(LOG2_E)
 
 
 class Heads(NamedTuple):
@@ -97,17 +98,17 @@ def _walk(
     position,
     inner,
     unit,
-    D: tl.constexpr,
-    REST: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MASKED: tl.constexpr,
-    CODES: tl.constexpr,
+    D: constexpr,
+    REST: constexpr,
+    DV: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_SIZE: constexpr,
+    OFFSET: constexpr,
+    WINDOW: constexpr,
+    SOFTCAP: constexpr,
+    SPLIT: constexpr,
+    MASKED: constexpr,
+    CODES: constexpr,
 ):
     """Update the running softmax (weighted values, sum of weights, maximum in base 2) with the keys
     from `first` to `last`.
@@ -187,28 +188,28 @@ def _attend(
     table_row,
     inner,
     unit,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    REST: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BY_SEQUENCE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CODES: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr,
+    GROUP: constexpr,
+    D: constexpr,
+    REST: constexpr,
+    DV: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_SIZE: constexpr,
+    OFFSET: constexpr,
+    WINDOW: constexpr,
+    SOFTCAP: constexpr,
+    BY_SEQUENCE: constexpr,
+    CAUSAL: constexpr,
+    CODES: constexpr,
+    PDL: constexpr,
 ):
     """One tile, or with BY_SEQUENCE all tiles of a sequence, over this program's split of the keys
     that a tile sees. REST: how many columns of q and k are multiplied after the first D.
     """
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    SPLIT: tl.constexpr = lse_ptr is not None
-    FIRST: tl.constexpr = 1 if BY_SEQUENCE or WINDOW else 0
+    BLOCK_Q: constexpr = BLOCK_M // GROUP
+    SPLIT: constexpr = lse_ptr is not None
+    FIRST: constexpr = 1 if BY_SEQUENCE or WINDOW else 0
     wait_for_last(PDL)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.launch.launch import begin, dot_size, overlap
 
@@ -19,7 +20,7 @@ A_WARP = 2048
 
 
 @triton.jit
-def add_weighted(acc, total, peak, scores, values, unit, UNSEEN: tl.constexpr):
+def add_weighted(acc, total, peak, scores, values, unit, UNSEEN: constexpr):
     """The running softmax (weighted values, sum of weights, maximum in base 2) with the values of
     these scores times `unit`. UNSEEN: some rows may not have seen a key.
     """
@@ -36,7 +37,7 @@ def add_weighted(acc, total, peak, scores, values, unit, UNSEEN: tl.constexpr):
 
 
 @triton.jit
-def store_attended(out_ptr, lse_ptr, acc, total, peak, row, dv, valid, some, DV: tl.constexpr):
+def store_attended(out_ptr, lse_ptr, acc, total, peak, row, dv, valid, some, DV: constexpr):
     """Store the results of a tile in these rows [M] and columns [1, D], and the logarithms in base
     2 of their softmax masses where there is memory for these; no results if `some` is false: the
     split has no keys.
@@ -55,10 +56,10 @@ def _combine_splits(
     lse_ptr,
     out_ptr,
     num_splits,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    DV: constexpr,
+    BLOCK_DV: constexpr,
+    BLOCK_SPLITS: constexpr,
+    PDL: constexpr,
 ):
     """Some columns of one head of one row: the sum of the splits' results, weighted by the softmax
     mass of their keys.

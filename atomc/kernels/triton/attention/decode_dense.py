@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import no_bf16_products, unlike
@@ -59,19 +60,19 @@ def _attend(
     num_keys,
     inner,
     unit,
-    T: tl.constexpr,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PDL: tl.constexpr,
+    T: constexpr,
+    N: constexpr,
+    GROUP: constexpr,
+    D: constexpr,
+    BLOCK_N: constexpr,
+    CAUSAL: constexpr,
+    WINDOW: constexpr,
+    SOFTCAP: constexpr,
+    PDL: constexpr,
 ):
     """mask: of bytes, or numbers that are added to the scores."""
-    ADDED: tl.constexpr = mask.ptr is not None and mask.ptr.dtype.element_ty.is_floating()
-    BLOCK_M: tl.constexpr = dot_block(GROUP * T)
+    ADDED: constexpr = mask.ptr is not None and mask.ptr.dtype.element_ty.is_floating()
+    BLOCK_M: constexpr = dot_block(GROUP * T)
     begin(PDL)
     batch = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)

@@ -5,6 +5,7 @@ The rows after the last sequence form one more sequence, whose length is 0.
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 
 @triton.jit
@@ -14,8 +15,8 @@ def tokens_of(
     seq_lens,
     num_rows,
     num_sequences,
-    BLOCK_Q: tl.constexpr,
-    BY_SEQUENCE: tl.constexpr = False,
+    BLOCK_Q: constexpr,
+    BY_SEQUENCE: constexpr = False,
 ):
     """The number of the sequence that has this tile of BLOCK_Q tokens, its first row, its end, its
     length, and the first of its new tokens in this tile and their end, which may be beyond the last
@@ -40,12 +41,12 @@ def _of_owner(owns, values):
 
 
 @triton.jit
-def _searched(tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q: tl.constexpr):
+def _searched(tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q: constexpr):
     """The number of the sequence of a tile, its first row, its end, and its length.
 
     Sequence s has the tiles from query_start[s] // BLOCK_Q + s on, which is enough for its rows.
     """
-    SEARCH: tl.constexpr = 128
+    SEARCH: constexpr = 128
     s, start, end, length = 0, 0, 0, 0
     for lowest in range(0, num_sequences + 1, SEARCH):
         each = lowest + tl.arange(0, SEARCH)
@@ -63,7 +64,7 @@ def _searched(tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q: tl.
 
 
 @triton.jit
-def _tiles_with_prefix(each, query_start, seq_lens, num_sequences, BLOCK_Q: tl.constexpr):
+def _tiles_with_prefix(each, query_start, seq_lens, num_sequences, BLOCK_Q: constexpr):
     """Of the sequences with these numbers: how many tiles of BLOCK_Q new tokens they have, 0 for
     sequences without tokens from before the step, their first rows, their ends, and their lengths.
     """
@@ -76,11 +77,11 @@ def _tiles_with_prefix(each, query_start, seq_lens, num_sequences, BLOCK_Q: tl.c
 
 
 @triton.jit
-def num_tiles_with_prefix(query_start, seq_lens, num_sequences, BLOCK_Q: tl.constexpr):
+def num_tiles_with_prefix(query_start, seq_lens, num_sequences, BLOCK_Q: constexpr):
     """How many tiles of BLOCK_Q new tokens the sequences have that have tokens from before the
     step.
     """
-    SEARCH: tl.constexpr = 128
+    SEARCH: constexpr = 128
     count = 0
     for lowest in range(0, num_sequences, SEARCH):
         each = lowest + tl.arange(0, SEARCH)
@@ -90,11 +91,11 @@ def num_tiles_with_prefix(query_start, seq_lens, num_sequences, BLOCK_Q: tl.cons
 
 
 @triton.jit
-def tokens_with_prefix(tile, query_start, seq_lens, num_sequences, BLOCK_Q: tl.constexpr):
+def tokens_with_prefix(tile, query_start, seq_lens, num_sequences, BLOCK_Q: constexpr):
     """The number of the sequence that has this one of num_tiles_with_prefix, its first row, its
     end, its length, and the first of its new tokens in this tile.
     """
-    SEARCH: tl.constexpr = 128
+    SEARCH: constexpr = 128
     s, start, end, length, first, passed = 0, 0, 0, 0, 0, 0
     for lowest in range(0, num_sequences, SEARCH):
         each = lowest + tl.arange(0, SEARCH)
@@ -117,7 +118,7 @@ def some_have_prefix(first, last, query_start, seq_lens, num_sequences):
     """Whether any of the rows from `first` to `last` is of a sequence that has tokens from before
     the step.
     """
-    SEARCH: tl.constexpr = 128
+    SEARCH: constexpr = 128
     count = 0
     for lowest in range(0, num_sequences, SEARCH):
         each = lowest + tl.arange(0, SEARCH)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from atomc.kernels.triton.rows.activation import gelu, gelu_tanh, silu
 
@@ -18,7 +19,7 @@ class Gate(NamedTuple):
 
 
 @triton.jit
-def activated(gate, up, GATE: tl.constexpr, DTYPE: tl.constexpr):
+def activated(gate, up, GATE: constexpr, DTYPE: constexpr):
     """atomc.ops.experts.gated of gate and up in DTYPE, in DTYPE, with the same roundings."""
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     if GATE.limit is not None:

@@ -10,16 +10,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.launch.launch import begin, overlap
 
-SUB = tl.constexpr(64)  # pairs that a program of the sort places at a time
+SUB = constexpr(64)  # pairs that a program of the sort places at a time
 # A program counts the experts of this number of pairs by itself; of more a kernel before it does.
 MOST_COUNTED = 1024
 # H200, us of 8,192 pairs of 256 experts in 32 / 64 / 128 chunks: 11.7 / 9.1 / 13.6; of 65,536 pairs
 # in 64 / 128: 57 / 35. (`bench/moe.py --parts`)
 CHUNKS = ((16384, 64), (2**63, 128))  # of up to so many pairs, each counted by one program
-MAPPED = tl.constexpr(16)  # blocks that a program of the sort describes
+MAPPED = constexpr(16)  # blocks that a program of the sort describes
 MOST_EXPERTS = 1024
 
 
@@ -44,7 +45,7 @@ def most_blocks(pairs: int, num_experts: int, block: int) -> int:
 
 
 @triton.jit
-def _expert_of(ids_ptr, pair, P, E: tl.constexpr):
+def _expert_of(ids_ptr, pair, P, E: constexpr):
     """The experts of pairs; E for an unknown one, and behind the last pair."""
     expert = tl.load(ids_ptr + pair, pair < P, E)
     return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
@@ -55,10 +56,10 @@ def _count(
     ids_ptr,
     counts_ptr,
     P,
-    E: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    E: constexpr,
+    BINS: constexpr,
+    CHUNK: constexpr,
+    PDL: constexpr,
 ):
     chunk = tl.program_id(0)
     begin(PDL)
@@ -74,12 +75,12 @@ def _place(
     expert_ptr,
     P,
     capacity,
-    E: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SCAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    E: constexpr,
+    BINS: constexpr,
+    CHUNK: constexpr,
+    SCAN: constexpr,
+    BLOCK: constexpr,
+    PDL: constexpr,
 ):
     """The first programs place a chunk of pairs each, the others describe blocks.
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
@@ -54,22 +55,22 @@ def _tile(
     out_ptr,
     P,
     per_row,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    NUMBER: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr,
+    K: constexpr,
+    GROUP: constexpr,
+    INT4: constexpr,
+    SIXTEEN: constexpr,
+    NUMBER: constexpr,
+    GATE: constexpr,
+    BLOCK_N: constexpr,
+    WARPS: constexpr,
+    PDL: constexpr,
 ):
     """The products of some pairs of an expert with a tile of the rows of its weight. pair: their
     numbers, P where there is none
     """
-    ROWS: tl.constexpr = N if GATE is None else 2 * N
-    PARTS: tl.constexpr = (K + 127) // 128
+    ROWS: constexpr = N if GATE is None else 2 * N
+    PARTS: constexpr = (K + 127) // 128
     n = tl.arange(0, BLOCK_N)
     row = weight_rows(n, tile, N, BLOCK_N, GATE, True)
     read = weight_rows(fragment_row(n, WARPS), tile, N, BLOCK_N, GATE, True)
@@ -113,24 +114,24 @@ def _product(
     P,
     blocks,
     per_row,
-    E: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    NUMBER: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TALL: tl.constexpr,
-    num_warps: tl.constexpr,
-    PDL: tl.constexpr,
+    E: constexpr,
+    N: constexpr,
+    K: constexpr,
+    GROUP: constexpr,
+    INT4: constexpr,
+    SIXTEEN: constexpr,
+    NUMBER: constexpr,
+    GATE: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    TALL: constexpr,
+    num_warps: constexpr,
+    PDL: constexpr,
 ):
     """Without an order a block is one pair, and routing.expert has the experts of the pairs."""
     # The last block of an expert may have few pairs: then only a quarter of it is multiplied.
-    FEW: tl.constexpr = BLOCK_M // 4 if BLOCK_M >= 64 else BLOCK_M
-    ROWS: tl.constexpr = N if GATE is None else 2 * N
+    FEW: constexpr = BLOCK_M // 4 if BLOCK_M >= 64 else BLOCK_M
+    ROWS: constexpr = N if GATE is None else 2 * N
     wait_for_last(PDL)
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     expert = tl.load(routing.expert + block).to(tl.int32)

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import strided, too_wide, unknown, unlike, wrong_rank
@@ -79,12 +80,12 @@ def _sums(
     row,
     here,
     there,
-    K: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    FORM: constexpr,
+    GROUP: constexpr,
+    SIXTEEN: constexpr,
+    BLOCK_K: constexpr,
+    PDL: constexpr,
 ):
     """The sums of experts_decode_sums.py for rows of weights stored in this FORM."""
     weight_row = expert * weight.expert + row * weight.row
@@ -115,17 +116,17 @@ def _gate_and_up(
     weight,
     out_ptr,
     x_step,
-    E: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-    K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    E: constexpr,
+    I: constexpr,  # noqa: E741
+    K: constexpr,
+    CHOICES: constexpr,
+    FORM: constexpr,
+    GROUP: constexpr,
+    SIXTEEN: constexpr,
+    GATE: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    PDL: constexpr,
 ):
     """The gated activation [T, k, I], of a choice of a token and BLOCK_N columns; 2 * BLOCK_N rows
     of the weight.
@@ -184,22 +185,22 @@ def _down(
     weights_ptr,
     weight,
     out_ptr,
-    E: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    E: constexpr,
+    H: constexpr,
+    K: constexpr,
+    CHOICES: constexpr,
+    FORM: constexpr,
+    GROUP: constexpr,
+    SIXTEEN: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_C: constexpr,
+    BLOCK_K: constexpr,
+    PDL: constexpr,
 ):
     """Of the rows [T, k, K] of x, out [T, H], of a token and BLOCK_N columns. With fewer experts
     than choices a program (BLOCK_C < CHOICES), their results before weighting, out [T, k, H].
     """
-    PARTS: tl.constexpr = (CHOICES + BLOCK_C - 1) // BLOCK_C
+    PARTS: constexpr = (CHOICES + BLOCK_C - 1) // BLOCK_C
     let_next_start(PDL)
     token = tl.program_id(0) // PARTS
     begin_choice = tl.program_id(0) % PARTS * BLOCK_C

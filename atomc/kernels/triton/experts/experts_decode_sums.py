@@ -13,16 +13,17 @@ weight_row  [N, C, 1] int64, offsets of the rows of the weights, read where `the
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from atomc.kernels.triton.launch.launch import wait_for_last
 from atomc.kernels.triton.w4a16.unpacking import scale_of, zero_of
 from atomc.kernels.triton.w4a16.w4a16 import one_of_four
 
-UNROLLED = tl.constexpr(4)  # steps; of more, the loads of all would need too many registers
+UNROLLED = constexpr(4)  # steps; of more, the loads of all would need too many registers
 # Factors of x that bring products with int4 codes, which are subnormals, to units of 2^-66.
-ODD, EVEN, UNIT = tl.constexpr(2.0**63), tl.constexpr(2.0**67), tl.constexpr(2.0**66)
+ODD, EVEN, UNIT = constexpr(2.0**63), constexpr(2.0**67), constexpr(2.0**66)
 # e2m1 codes are read as subnormals, times 2^-126: half of the factor goes to x, half to the sum.
-E2M1_UNIT = tl.constexpr(2.0**63)
+E2M1_UNIT = constexpr(2.0**63)
 
 
 @triton.jit
@@ -42,9 +43,9 @@ def sums_of_numbers(
     weight_row,
     here,
     there,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    BLOCK_K: constexpr,
+    PDL: constexpr,
 ):
     """fp32 [N, C] of floating-point weights."""
     k = tl.arange(0, BLOCK_K)[None, None, :]
@@ -67,24 +68,24 @@ def sums_of_numbers(
 
 
 @triton.jit
-def _int4_bits(words, NUMBER: tl.constexpr):
+def _int4_bits(words, NUMBER: constexpr):
     """Code NUMBER of each word in fp32, times 2^-129 (odd NUMBER) or 2^-133."""
-    LEFT: tl.constexpr = 16 - NUMBER // 2 * 8
+    LEFT: constexpr = 16 - NUMBER // 2 * 8
     pair = words << LEFT if LEFT > 0 else words >> -LEFT
     return (pair & (0xF00000 if NUMBER % 2 else 0xF0000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _e2m1_pair(words, NUMBER: tl.constexpr):
+def _e2m1_pair(words, NUMBER: constexpr):
     """Codes NUMBER, 0 to 3, and NUMBER + 4 of each word, as two bf16, times 2^-126."""
     # They are 16 bits apart. Exponent and mantissa are adjacent, as in bf16; 0.5 is a subnormal.
-    LEFT: tl.constexpr = 6 - 4 * NUMBER
+    LEFT: constexpr = 6 - 4 * NUMBER
     size = words << LEFT if LEFT > 0 else words >> -LEFT
     return (size & 0x01C001C0) | ((words << (12 - 4 * NUMBER)) & -0x7FFF8000)
 
 
 @triton.jit
-def _value(four, inside, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
+def _value(four, inside, NUMBER: constexpr, SIXTEEN: constexpr):
     """Value NUMBER, in fp32, of four 16-bit values in each int64, or behind pointers to fp32."""
     if SIXTEEN is not None:
         return one_of_four(four, NUMBER, SIXTEEN)
@@ -93,7 +94,7 @@ def _value(four, inside, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
 
 
 @triton.jit
-def _words(weight, at, scale_row, there, word, WORDS, GROUP: tl.constexpr, INT4: tl.constexpr):
+def _words(weight, at, scale_row, there, word, WORDS, GROUP: constexpr, INT4: constexpr):
     inside = there & (word < WORDS)
     # A thread reads one word at a time, and one scale: see w4a16._row.
     words = tl.load(tl.multiple_of(at + word, (1, 1, 1)), inside, 0, cache_modifier=".cg")
@@ -113,20 +114,20 @@ def sums_of_words(
     scale_row,
     here,
     there,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    GROUP: constexpr,
+    INT4: constexpr,
+    SIXTEEN: constexpr,
+    BLOCK_K: constexpr,
+    PDL: constexpr,
 ):
     """fp32 [N, C] of int4 or e2m1 codes, eight a word, with a scale (and a zero) for each GROUP of
     columns; x is of numbers.
 
     SIXTEEN  the type of a 16-bit x, which is read four values at a time, or None
     """
-    WORDS: tl.constexpr = K // 8
-    BLOCK_W: tl.constexpr = BLOCK_K // 8
+    WORDS: constexpr = K // 8
+    BLOCK_W: constexpr = BLOCK_K // 8
     word = tl.arange(0, BLOCK_W)[None, None, :]
     at = weight.ptr + weight_row
     next_words, next_scale, next_zero = _words(

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, wrong_result
@@ -47,22 +48,22 @@ def _product(
     P,
     blocks,
     per_row,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TALL: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr,
+    K: constexpr,
+    GROUP: constexpr,
+    INT4: constexpr,
+    GATE: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    TALL: constexpr,
+    PDL: constexpr,
 ):
     """Rows of the weight go down the tile of the tensor cores, which can read them from registers.
     INT4: BLOCK_K columns are in one group.
     """
-    ROWS: tl.constexpr = N if GATE is None else 2 * N
-    WORDS: tl.constexpr = K // 8
+    ROWS: constexpr = N if GATE is None else 2 * N
+    WORDS: constexpr = K // 8
     wait_for_last(PDL)
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     expert = tl.load(routing.expert + block)
@@ -74,7 +75,7 @@ def _product(
         k = tl.arange(0, BLOCK_K)
         word = tl.arange(0, BLOCK_K // 8)[None, :]
         x_at = x.ptr + (pair // per_row).to(tl.int64)[:, None] * x.row + k[None, :]
-        TYPE: tl.constexpr = x.ptr.dtype.element_ty
+        TYPE: constexpr = x.ptr.dtype.element_ty
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for start in range(0, K, BLOCK_K):
             word_now = start // 8 + word

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.experts.expert_gate import Gate, activated
 from atomc.kernels.triton.experts.expert_sort import Routing
@@ -23,7 +24,7 @@ from atomc.kernels.triton.launch.tile_table import Launch
 
 
 @triton.jit
-def pairs_of(order_ptr, block, P, BLOCK_M: tl.constexpr):
+def pairs_of(order_ptr, block, P, BLOCK_M: constexpr):
     """The numbers of the pairs of a block, P where there is none; without an order it is one."""
     m = tl.arange(0, BLOCK_M)
     if order_ptr is None:
@@ -33,9 +34,7 @@ def pairs_of(order_ptr, block, P, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def weight_rows(
-    index, tile, N: tl.constexpr, BLOCK_N: tl.constexpr, GATE: tl.constexpr, PAIRED: tl.constexpr
-):
+def weight_rows(index, tile, N: constexpr, BLOCK_N: constexpr, GATE: constexpr, PAIRED: constexpr):
     """The rows of the weight at these indices of a tile of BLOCK_N; some may be behind the last.
     With a GATE, columns j of gate and up are in one tile: side by side if PAIRED, else in its
     halves.
@@ -45,7 +44,7 @@ def weight_rows(
     if GATE is None or GATE.interleaved:
         return tile * BLOCK_N + index
     else:
-        HALF: tl.constexpr = BLOCK_N // 2
+        HALF: constexpr = BLOCK_N // 2
         part, inside = (index % 2, index // 2) if PAIRED else (index // HALF, index % HALF)
         return part * N + tile * HALF + inside
 
@@ -60,18 +59,18 @@ def store_pairs(
     P,
     row,
     tile,
-    N: tl.constexpr,
-    GATE: tl.constexpr,
-    PAIRED: tl.constexpr,
+    N: constexpr,
+    GATE: constexpr,
+    PAIRED: constexpr,
 ):
     """Store a tile of sums [BLOCK_M, BLOCK_N] fp32 plus bias, gated if there is a GATE, in the rows
     of their pairs.
     """
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    BLOCK_M: tl.constexpr = sums.shape[0]
-    BLOCK_N: tl.constexpr = sums.shape[1]
+    DTYPE: constexpr = out_ptr.dtype.element_ty
+    BLOCK_M: constexpr = sums.shape[0]
+    BLOCK_N: constexpr = sums.shape[1]
     if bias.ptr is not None:
-        ROWS: tl.constexpr = N if GATE is None else 2 * N
+        ROWS: constexpr = N if GATE is None else 2 * N
         bias_at = bias.ptr + expert.to(tl.int64) * bias.expert + row
         sums += tl.load(bias_at, row < ROWS, 0.0).to(tl.float32)[None, :]
     at = pair.to(tl.int64)[:, None] * N
@@ -79,7 +78,7 @@ def store_pairs(
     if GATE is None:
         tl.store(out_ptr + at + row[None, :], out, (pair < P)[:, None] & (row < N)[None, :])
     else:
-        HALF: tl.constexpr = BLOCK_N // 2
+        HALF: constexpr = BLOCK_N // 2
         if PAIRED:
             gate, up = tl.split(tl.reshape(out, (BLOCK_M, HALF, 2)))
         else:
@@ -93,7 +92,7 @@ def store_pairs(
 
 
 @triton.jit
-def square_scale(x_at, weight_at, up, in_x, in_weight, SQUARES: tl.constexpr, SWAP: tl.constexpr):
+def square_scale(x_at, weight_at, up, in_x, in_weight, SQUARES: constexpr, SWAP: constexpr):
     """The products of the scales of x [BLOCK_M] and of the weight, in the shape of the sums.
 
     SQUARES  that the rows of the weight are in: 1; or 2, even rows (gate) in one, odd ones (up) in
@@ -116,7 +115,7 @@ def square_scale(x_at, weight_at, up, in_x, in_weight, SQUARES: tl.constexpr, SW
 
 
 @triton.jit
-def _batch_rows(num_tokens_ptr, block, P, capacity, BLOCK_M: tl.constexpr):
+def _batch_rows(num_tokens_ptr, block, P, capacity, BLOCK_M: constexpr):
     """The expert of a block of a batch [E, capacity, ...], -1 where it uses none of these rows; and
     their numbers, P where there is none.
     """
@@ -141,27 +140,27 @@ def _product(
     blocks,
     per_row,
     capacity,
-    E: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATE: tl.constexpr,
-    PAIRED: tl.constexpr,
-    SQUARE: tl.constexpr,
-    SQUARES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TALL: tl.constexpr,
-    PDL: tl.constexpr,
+    E: constexpr,
+    N: constexpr,
+    K: constexpr,
+    GATE: constexpr,
+    PAIRED: constexpr,
+    SQUARE: constexpr,
+    SQUARES: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    TALL: constexpr,
+    PDL: constexpr,
 ):
     """x of pair p is in row p // per_row. SQUARE: the size of the squares that share a scale of the
     weight, 0 for scales of rows; SQUARES: see _squares. capacity: of a batch; routing.expert has
     the numbers of rows that its experts use.
     """
     # Rows of the weight go down the tile of the tensor cores, which is 64 high.
-    SWAP: tl.constexpr = BLOCK_M < 64
+    SWAP: constexpr = BLOCK_M < 64
     wait_for_last(PDL)
-    ROWS: tl.constexpr = N if GATE is None else 2 * N
+    ROWS: constexpr = N if GATE is None else 2 * N
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     if capacity is None:
         expert = tl.load(routing.expert + block)
@@ -176,8 +175,8 @@ def _product(
         x_at = x.ptr + x_of.to(tl.int64)[:, None] * x.row + k[None, :]
         weight_at = weight.ptr + expert.to(tl.int64) * weight.expert
         weight_at += row[:, None] * weight.row + k[None, :] * weight.column
-        FP8: tl.constexpr = x.ptr.dtype.element_ty == tl.float8e4nv
-        WIDE: tl.constexpr = tl.int32 if x.ptr.dtype.element_ty == tl.int8 else tl.float32
+        FP8: constexpr = x.ptr.dtype.element_ty == tl.float8e4nv
+        WIDE: constexpr = tl.int32 if x.ptr.dtype.element_ty == tl.int8 else tl.float32
         sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), WIDE)
         if weight_scale.ptr is not None:
             scale_at = weight_scale.ptr + expert.to(tl.int64) * weight_scale.expert

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import too_wide, unknown, unlike, wrong_rank, wrong_result
@@ -45,7 +46,7 @@ def _ordered(x):
 
 
 @triton.jit
-def _scored(x, SCORE: tl.constexpr):
+def _scored(x, SCORE: constexpr):
     """The scores of the logits x of a token, fp32; -inf of padding stays, or becomes 0."""
     if SCORE == "softmax":
         part = tl.exp(x - tl.max(x))
@@ -59,9 +60,7 @@ def _scored(x, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _masked_scores(
-    scores, real, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, BY_TWO: tl.constexpr
-):
+def _masked_scores(scores, real, GROUPS: constexpr, TOPK_GROUPS: constexpr, BY_TWO: constexpr):
     """The scores [groups, experts of one], -inf outside the best groups."""
     scores = tl.where(real, scores, -float("inf"))
     best, place = tl.max(scores, 1, return_indices=True)
@@ -87,18 +86,18 @@ def _route(
     eps,
     min_sum,
     scale,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SCORE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    BY_TWO: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    E: constexpr,
+    K: constexpr,
+    SCORE: constexpr,
+    GROUPS: constexpr,
+    TOPK_GROUPS: constexpr,
+    BY_TWO: constexpr,
+    RENORMALIZE: constexpr,
+    PDL: constexpr,
 ):
     begin(PDL)
     token = tl.program_id(0)
-    SIZE: tl.constexpr = E // GROUPS
+    SIZE: constexpr = E // GROUPS
     group = tl.arange(0, triton.next_power_of_2(GROUPS))[:, None]
     member = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
     real = (group < GROUPS) & (member < SIZE)

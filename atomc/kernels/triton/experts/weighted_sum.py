@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.launch.launch import TRITON_DTYPE, begin, overlap
 
@@ -16,10 +17,10 @@ def _weigh(
     out_ptr,
     E,
     H,
-    CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROMOTED: tl.constexpr,
-    PDL: tl.constexpr,
+    CHOICES: constexpr,
+    BLOCK: constexpr,
+    PROMOTED: constexpr,
+    PDL: constexpr,
 ):
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import no_bf16_products, scattered_slots, too_wide, unlike
@@ -29,11 +30,11 @@ from atomc.platform import Platform
 
 MAX_HEADS, MAX_WIDTH = 128, 256
 SCORE_BYTES = 256 * 2**20
-KEYS, PROGRAMS = tl.constexpr(64), 4  # of a tile of scores; per multiprocessor. Not measured
+KEYS, PROGRAMS = constexpr(64), 4  # of a tile of scores; per multiprocessor. Not measured
 # Scores of a tile of a choice. H200, 2,048 of 32,000 scores, 1 or 64 rows, 8 warps: 153 us with
 # 1,024, 143 with 2,048, 113 with 4,096; with 16 warps 119 with 8,192.
-RANKED = tl.constexpr(4096)
-ROWS = tl.constexpr(4)  # of a program that writes keys
+RANKED = constexpr(4096)
+ROWS = constexpr(4)  # of a program that writes keys
 
 
 @triton.jit
@@ -46,10 +47,10 @@ def _index_write(
     k_row,
     c_slot,
     s_slot,
-    C: tl.constexpr,
-    CODES: tl.constexpr,
-    BY_BITS: tl.constexpr,
-    PDL: tl.constexpr,
+    C: constexpr,
+    CODES: constexpr,
+    BY_BITS: constexpr,
+    PDL: constexpr,
 ):
     begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -61,7 +62,7 @@ def _index_write(
     if CODES == "":
         tl.store(to, key.to(cache_ptr.dtype.element_ty), there)
     else:
-        LARGEST: tl.constexpr = 240.0 if CODES == "fnuz" else 448.0
+        LARGEST: constexpr = 240.0 if CODES == "fnuz" else 448.0
         key = key.to(tl.float32)
         scale = amax_scale(key, 1, LARGEST)[:, None]
         tl.store(to, fp8_codes(key * tl.div_rn(1.0, scale), CODES == "fnuz", BY_BITS), there)
@@ -90,12 +91,12 @@ def _index_scores(
     s_block,
     s_slot,
     topk,
-    J: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CODES: tl.constexpr,
-    PDL: tl.constexpr,
+    J: constexpr,
+    C: constexpr,
+    BLOCK_SIZE: constexpr,
+    OFFSET: constexpr,
+    CODES: constexpr,
+    PDL: constexpr,
 ):
     """The scores of every num_programs(1)-th tile of the keys that a row sees."""
     begin(PDL)
@@ -144,8 +145,8 @@ def _choose(
     first_row,
     num_sequences,
     scores_row,
-    TOPK: tl.constexpr,
-    PDL: tl.constexpr,
+    TOPK: constexpr,
+    PDL: constexpr,
 ):
     """The positions of the TOPK largest scores of one row; of equal ones the first."""
     begin(PDL)

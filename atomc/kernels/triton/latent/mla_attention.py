@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
@@ -50,7 +51,7 @@ MAX_LATENT, MAX_ROTATED = 512, 128
 
 
 @triton.jit
-def _weigh(acc, total, peak, scores, latent, seen, unit, MASKED: tl.constexpr):
+def _weigh(acc, total, peak, scores, latent, seen, unit, MASKED: constexpr):
     if MASKED:
         scores = tl.where(seen, scores, -float("inf"))
     return add_weighted(acc, total, peak, scores, latent, unit, True)
@@ -69,8 +70,8 @@ def add_keys(
     unit,
     here,
     some,
-    MASKED: tl.constexpr,
-    BRANCHES: tl.constexpr,
+    MASKED: constexpr,
+    BRANCHES: constexpr,
 ):
     """Update the running softmax (weighted latents, sum of weights, maximum in base 2) with some
     rows of the cache; MASKED: with those that are `seen`.
@@ -123,13 +124,13 @@ def attend_keys(
     first,
     last,
     unit,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BRANCHES: tl.constexpr,
-    CODES: tl.constexpr,
+    L: constexpr,
+    R: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_SIZE: constexpr,
+    OFFSET: constexpr,
+    BRANCHES: constexpr,
+    CODES: constexpr,
 ):
     """The weighted latents, sum of weights and maximum in base 2 of a tile, whose queries are those
     of `row` and `head` where they are `there`, over the rows of the cache from `first` to `last`,
@@ -205,23 +206,23 @@ def _attend_latent(
     num_sequences,
     table_row,
     unit,
-    H: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BY_SEQUENCE: tl.constexpr,
-    BRANCHES: tl.constexpr,
-    CODES: tl.constexpr,
-    PDL: tl.constexpr,
+    H: constexpr,
+    TILE_HEADS: constexpr,
+    L: constexpr,
+    R: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_SIZE: constexpr,
+    OFFSET: constexpr,
+    BY_SEQUENCE: constexpr,
+    BRANCHES: constexpr,
+    CODES: constexpr,
+    PDL: constexpr,
 ):
     """One tile, or with BY_SEQUENCE all tiles of a sequence, for TILE_HEADS of the heads, over this
     program's split of the rows of the cache that a tile sees.
     """
-    BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
+    BLOCK_Q: constexpr = BLOCK_M // TILE_HEADS
     wait_for_last(PDL)
     split = tl.program_id(2)
     tile = tl.program_id(0)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
@@ -37,7 +38,7 @@ def sequence_of_row(row, query_start, seq_lens, num_sequences):
     """The number of the sequence of a row, and the row's position in it; -1 for a row of no
     sequence.
     """
-    SEARCH: tl.constexpr = 128
+    SEARCH: constexpr = 128
     s, after = 0, 0
     for lowest in range(0, num_sequences, SEARCH):
         each = lowest + tl.arange(0, SEARCH)
@@ -66,18 +67,18 @@ def _attend_chosen(
     table_row,
     chosen_row,
     unit,
-    H: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BRANCHES: tl.constexpr,
-    CODES: tl.constexpr,
-    PDL: tl.constexpr,
+    H: constexpr,
+    TILE_HEADS: constexpr,
+    L: constexpr,
+    R: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    K: constexpr,
+    BLOCK_SIZE: constexpr,
+    OFFSET: constexpr,
+    BRANCHES: constexpr,
+    CODES: constexpr,
+    PDL: constexpr,
 ):
     """TILE_HEADS heads of one token over this program's split of its chosen rows."""
     wait_for_last(PDL)

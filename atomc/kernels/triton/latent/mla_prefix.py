@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.attention.attention_tiles import multiprocessors
 from atomc.kernels.triton.attention.sequences import num_tiles_with_prefix, tokens_with_prefix
@@ -38,23 +39,23 @@ def _attend_prefixes(
     num_sequences,
     table_row,
     unit,
-    H: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BRANCHES: tl.constexpr,
-    CODES: tl.constexpr,
-    PDL: tl.constexpr,
+    H: constexpr,
+    TILE_HEADS: constexpr,
+    L: constexpr,
+    R: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_SIZE: constexpr,
+    OFFSET: constexpr,
+    BRANCHES: constexpr,
+    CODES: constexpr,
+    PDL: constexpr,
 ):
     """This program's part of the tiles: some new tokens of a sequence for TILE_HEADS of the heads,
     over all rows of the cache from before the step.
     """
-    BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
-    PARTS: tl.constexpr = (H + TILE_HEADS - 1) // TILE_HEADS
+    BLOCK_Q: constexpr = BLOCK_M // TILE_HEADS
+    PARTS: constexpr = (H + TILE_HEADS - 1) // TILE_HEADS
     wait_for_last(PDL)
     unit *= scale_of_numbers(kv_scale, CODES)
     m = tl.arange(0, BLOCK_M)

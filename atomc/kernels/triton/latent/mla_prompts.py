@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import gapped, too_wide, unlike
@@ -35,7 +36,7 @@ from atomc.platform import Platform
 
 # Steps of fewer tokens are absorbed as a whole: most of them only decode. Not measured.
 PROMPTS = ops.Tokens(257)
-TOKENS = tl.constexpr(4)  # of a program that reads rows of the cache
+TOKENS = constexpr(4)  # of a program that reads rows of the cache
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
@@ -51,10 +52,10 @@ def _read_rows(
     table_row,
     c_block,
     c_slot,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CODES: tl.constexpr,
-    PDL: tl.constexpr,
+    WIDTH: constexpr,
+    BLOCK_SIZE: constexpr,
+    CODES: constexpr,
+    PDL: constexpr,
 ):
     """The rows of the cache of TOKENS new tokens of a sequence; zeros for rows of no sequence."""
     begin(PDL)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, wrong_result
@@ -36,11 +37,11 @@ def _unpack(
     global_ptr,
     out_ptr,
     rows,
-    W: tl.constexpr,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    W: constexpr,
+    GROUP: constexpr,
+    INT4: constexpr,
+    ROWS: constexpr,
+    BLOCK: constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]

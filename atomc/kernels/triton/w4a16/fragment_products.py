@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.launch.launch import TRITON_DTYPE
 from atomc.kernels.triton.w4a16.fragments import doubled, fragments, group_values, minus_zero
@@ -43,7 +44,7 @@ def number_types(dtype: torch.dtype) -> dict[str, tl.dtype]:
 
 
 @triton.jit
-def _read(packed_ptr, at, inside, BYTES: tl.constexpr):
+def _read(packed_ptr, at, inside, BYTES: constexpr):
     """Element `at` of packed_groups(), of so many bytes. Less than four bytes are not copied while
     the products before are computed: of words of four, which packed_words() has, they are.
     """
@@ -56,7 +57,7 @@ def _read(packed_ptr, at, inside, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _minus_zeros(words, zeros_ptr, at, inside, GROUP: tl.constexpr, SIXTEEN: tl.constexpr):
+def _minus_zeros(words, zeros_ptr, at, inside, GROUP: constexpr, SIXTEEN: constexpr):
     """What is added to the codes of the words."""
     if zeros_ptr is None:
         zero = tl.full((1, 1, 1), 8.0, tl.float32)
@@ -71,12 +72,12 @@ def part_values(
     weight,
     at,
     inside,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    WARPS: tl.constexpr,
-    NUMBER: tl.constexpr,
-    ALONE: tl.constexpr = False,
+    GROUP: constexpr,
+    INT4: constexpr,
+    SIXTEEN: constexpr,
+    WARPS: constexpr,
+    NUMBER: constexpr,
+    ALONE: constexpr = False,
 ):
     """The values [BLOCK_N, 128] of words [BLOCK_N, 4, 4] in NUMBER: of int4 codes, rounded to
     SIXTEEN, or of e2m1 codes, without E2M1_UNIT.
@@ -106,11 +107,11 @@ def add_part(
     row_at,
     inside,
     in_rows,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    WARPS: tl.constexpr,
-    ALONE: tl.constexpr = False,
+    GROUP: constexpr,
+    INT4: constexpr,
+    SIXTEEN: constexpr,
+    WARPS: constexpr,
+    ALONE: constexpr = False,
 ):
     """The sums with the products of a part: x [BLOCK_M, 128], others as in part_values. row_at,
     in_rows [BLOCK_N, 1]: as `at` and `inside`, of the rows in the order of the sums.

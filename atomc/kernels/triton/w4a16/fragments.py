@@ -20,15 +20,16 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.ops.op import Prepared
 
 PART = 128  # columns whose words are together
-STRIP = tl.constexpr(16)  # rows; a weight has a multiple of them, as of the groups of scales
+STRIP = constexpr(16)  # rows; a weight has a multiple of them, as of the groups of scales
 # Of the exponents of e8m0 scales, so that 2^-126 times a code and its scale is a normal bf16.
 RAISED = 100
 # What RAISED and the subnormal codes leave to the sums.
-E2M1_UNIT = tl.constexpr(2.0**26)
+E2M1_UNIT = constexpr(2.0**26)
 _CHUNK = 2**22  # words that are reordered at a time, which takes some 60 bytes for each
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
@@ -131,7 +132,7 @@ def raised_exponents(scale: Tensor) -> Prepared:
 
 
 @triton.jit
-def fragment_row(place, WARPS: tl.constexpr):
+def fragment_row(place, WARPS: constexpr):
     """The row of a tile that is at this place where warps read rows in groups of eight."""
     # A warp multiplies 16 rows. It reads 8 of them, and 8 that are 8 * WARPS places further.
     return (
@@ -143,13 +144,13 @@ def fragment_row(place, WARPS: tl.constexpr):
 
 
 @triton.jit
-def strip_offset(row, part, PARTS: tl.constexpr):
+def strip_offset(row, part, PARTS: constexpr):
     """Where packed_groups() has this part of a row."""
     return (row // STRIP * PARTS + part) * STRIP + row % STRIP
 
 
 @triton.jit
-def group_values(packed, GROUP: tl.constexpr, BITS: tl.constexpr):
+def group_values(packed, GROUP: constexpr, BITS: constexpr):
     """int32 [BLOCK_N, 4, 4] of packed integers [BLOCK_N, 4]: for each of four times 32 columns the
     BITS of their group.
     """
@@ -158,14 +159,14 @@ def group_values(packed, GROUP: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _turned_left(words, BY: tl.constexpr):
+def _turned_left(words, BY: constexpr):
     return (words << BY) | (words.to(tl.uint32, bitcast=True) >> (32 - BY)).to(
         tl.int32, bitcast=True
     )
 
 
 @triton.jit
-def _e2m1_pair(words, j: tl.constexpr):
+def _e2m1_pair(words, j: constexpr):
     """Pair j as two bf16, times 2^-126."""
     # Exponent and mantissa are adjacent, as in bf16; 0.5 is a subnormal.
     if j == 0:
@@ -179,39 +180,39 @@ def _e2m1_pair(words, j: tl.constexpr):
 
 
 @triton.jit
-def _int4_pair(words, j: tl.constexpr, SIXTEEN: tl.constexpr):
+def _int4_pair(words, j: constexpr, SIXTEEN: constexpr):
     """Pair j as two 16-bit numbers, plus 128 (bf16) or 1024 (fp16)."""
-    BIAS: tl.constexpr = 0x43004300 if tl.bfloat16 == SIXTEEN else 0x64006400
+    BIAS: constexpr = 0x43004300 if tl.bfloat16 == SIXTEEN else 0x64006400
     return ((words >> (4 * j)) & 0x000F000F) | BIAS
 
 
 # fma(a, b, -0.0) and fma(a, 1.0, b): sm80 multiplies and adds bf16 by fma only.
-_TIMES_BF16 = tl.constexpr(
+_TIMES_BF16 = constexpr(
     "{.reg .b32 t, c; mov.b32 c, 0x80008000; fma.rn.bf16x2 t, $2, $3, c; mov.b32 {$0, $1}, t;}"
 )
 # _int4_pair() of words that are shifted already, in one instruction, and what is added to it.
-_PLUS_BF16 = tl.constexpr(
+_PLUS_BF16 = constexpr(
     "{.reg .b32 t, c; lop3.b32 t, $2, 0x000F000F, 0x43004300, 0xEA; mov.b32 c, 0x3F803F80; "
     "fma.rn.bf16x2 t, t, c, $3; mov.b32 {$0, $1}, t;}"
 )
-_PLUS_FP16 = tl.constexpr(
+_PLUS_FP16 = constexpr(
     "{.reg .b32 t; lop3.b32 t, $2, 0x000F000F, 0x64006400, 0xEA; "
     "add.f16x2 t, t, $3; mov.b32 {$0, $1}, t;}"
 )
 # The sum is exact; only its product with $4 is rounded.
-_PLUS_TIMES_BF16 = tl.constexpr(
+_PLUS_TIMES_BF16 = constexpr(
     "{.reg .b32 t, c; lop3.b32 t, $2, 0x000F000F, 0x43004300, 0xEA; mov.b32 c, 0x3F803F80; "
     "fma.rn.bf16x2 t, t, c, $3; mov.b32 c, 0x80008000; fma.rn.bf16x2 t, t, $4, c; "
     "mov.b32 {$0, $1}, t;}"
 )
-_PLUS_TIMES_FP16 = tl.constexpr(
+_PLUS_TIMES_FP16 = constexpr(
     "{.reg .b32 t; lop3.b32 t, $2, 0x000F000F, 0x64006400, 0xEA; "
     "add.f16x2 t, t, $3; mul.f16x2 t, t, $4; mov.b32 {$0, $1}, t;}"
 )
 
 
 @triton.jit
-def _half_results(operands, ASM: tl.constexpr, SIXTEEN: tl.constexpr):
+def _half_results(operands, ASM: constexpr, SIXTEEN: constexpr):
     """The lower and the upper halves of what ASM computes of pairs. Compiled from operations on
     single 16-bit numbers, a third of the instructions would take pairs apart and join them again.
     """
@@ -227,7 +228,7 @@ def _half_results(operands, ASM: tl.constexpr, SIXTEEN: tl.constexpr):
 
 
 @triton.jit
-def _halves(pair, SIXTEEN: tl.constexpr):
+def _halves(pair, SIXTEEN: constexpr):
     low = pair.to(tl.int16).to(SIXTEEN, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(SIXTEEN, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
@@ -236,14 +237,14 @@ def _halves(pair, SIXTEEN: tl.constexpr):
 @triton.jit
 def _values(
     words,
-    j: tl.constexpr,
+    j: constexpr,
     added,
     factor,
-    SIXTEEN: tl.constexpr,
-    NUMBER: tl.constexpr,
+    SIXTEEN: constexpr,
+    NUMBER: constexpr,
 ):
     """Pair j of each word in a new dimension."""
-    BF16: tl.constexpr = tl.bfloat16 == SIXTEEN
+    BF16: constexpr = tl.bfloat16 == SIXTEEN
     if added is None:
         pair = _e2m1_pair(words, j)
     elif tl.float32 == NUMBER:
@@ -264,12 +265,12 @@ def _values(
     elif factor is None:
         return _half_results([pair, added], _PLUS_BF16 if BF16 else _PLUS_FP16, SIXTEEN)
     else:
-        ASM: tl.constexpr = _PLUS_TIMES_BF16 if BF16 else _PLUS_TIMES_FP16
+        ASM: constexpr = _PLUS_TIMES_BF16 if BF16 else _PLUS_TIMES_FP16
         return _half_results([pair, added, factor], ASM, SIXTEEN)
 
 
 @triton.jit
-def _unseen(values, SIXTEEN: tl.constexpr):
+def _unseen(values, SIXTEEN: constexpr):
     """The values, of which Triton does not see how they are computed. Where warps multiply by
     themselves it gives a thread four adjacent columns of joined values, not two and two: x would be
     read four bytes at a time.
@@ -290,10 +291,10 @@ def fragments(
     words,
     added,
     factor,
-    WARPS: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    NUMBER: tl.constexpr,
-    ALONE: tl.constexpr = False,
+    WARPS: constexpr,
+    SIXTEEN: constexpr,
+    NUMBER: constexpr,
+    ALONE: constexpr = False,
 ):
     """The values [BLOCK_N, 128] of words [BLOCK_N, 4, 4], in NUMBER: rows in their order, where
     those of the words are as fragment_row says.
@@ -304,7 +305,7 @@ def fragments(
     NUMBER   SIXTEEN, or fp32, as the interpreter computes them
     ALONE    each warp multiplies by itself, as less than four do anyway
     """
-    BLOCK_N: tl.constexpr = words.shape[0]
+    BLOCK_N: constexpr = words.shape[0]
     first = tl.join(
         _values(words, 0, added, factor, SIXTEEN, NUMBER),
         _values(words, 1, added, factor, SIXTEEN, NUMBER),
@@ -324,9 +325,9 @@ def fragments(
 
 
 @triton.jit
-def minus_zero(zero, SIXTEEN: tl.constexpr):
+def minus_zero(zero, SIXTEEN: constexpr):
     """What is added to the int4 codes of a pair whose zero is this code, fp32."""
-    BIAS: tl.constexpr = 128.0 if tl.bfloat16 == SIXTEEN else 1024.0
+    BIAS: constexpr = 128.0 if tl.bfloat16 == SIXTEEN else 1024.0
     bits = (0.0 - BIAS - zero).to(SIXTEEN).to(tl.int16, bitcast=True)
     return doubled(bits.to(tl.int32) & 0xFFFF)
 

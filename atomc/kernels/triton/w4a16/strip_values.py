@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.w4a16.fragment_products import (
     fragment_weight,
@@ -18,15 +19,15 @@ def _unpack(
     weight,
     out_ptr,
     N,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    NUMBER: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    num_warps: tl.constexpr,
+    K: constexpr,
+    GROUP: constexpr,
+    INT4: constexpr,
+    SIXTEEN: constexpr,
+    NUMBER: constexpr,
+    BLOCK_N: constexpr,
+    num_warps: constexpr,
 ):
-    PARTS: tl.constexpr = (K + 127) // 128
+    PARTS: constexpr = (K + 127) // 128
     part = tl.program_id(1)
     place = tl.arange(0, BLOCK_N)[:, None]
     read = tl.program_id(0) * BLOCK_N + fragment_row(place, num_warps)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.checks import unlike
 from atomc.kernels.triton.launch.launch import not_nvidia, scattered
@@ -22,13 +23,13 @@ MAX_ROWS = 64
 
 
 @triton.jit
-def int4_of(words, NUMBER: tl.constexpr, zero):
+def int4_of(words, NUMBER: constexpr, zero):
     """Code NUMBER of each word minus its zero, in fp32, times 2^-2 (odd NUMBER) or 2^-6; exact."""
     # Codes 2j and 2j + 1 are moved to bits 16 and 20 of a subnormal fp32 number, whose units there
     # are 2^-133 and 2^-129.
-    LEFT: tl.constexpr = 16 - NUMBER // 2 * 8
+    LEFT: constexpr = 16 - NUMBER // 2 * 8
     pair = words << LEFT if LEFT > 0 else words >> -LEFT
-    UNIT: tl.constexpr = 0.25 if NUMBER % 2 else 0.015625
+    UNIT: constexpr = 0.25 if NUMBER % 2 else 0.015625
     bits = pair & (0xF00000 if NUMBER % 2 else 0xF0000)
     return tl.fma(bits.to(tl.float32, bitcast=True), 1.7014118346046923e38, zero * -UNIT)
 
@@ -43,7 +44,7 @@ def e2m1_on_top(words):
 
 
 @triton.jit
-def scale_of(scale_ptr, at, inside, INT4: tl.constexpr):
+def scale_of(scale_ptr, at, inside, INT4: constexpr):
     """The scales in fp32: floats of int4, else the bits of e4m3 in int8 or of e8m0 in uint8."""
     if INT4:
         return tl.load(scale_ptr + at, inside, 0.0).to(tl.float32)
@@ -62,7 +63,7 @@ def zero_of(zeros_ptr, at, inside):
 
 
 @triton.jit
-def value_of(words, NUMBER: tl.constexpr, scale, zero, INT4: tl.constexpr, TYPE: tl.constexpr):
+def value_of(words, NUMBER: constexpr, scale, zero, INT4: constexpr, TYPE: constexpr):
     if INT4:
         return (int4_of(words, NUMBER, zero) * (scale * (4.0 if NUMBER % 2 else 64.0))).to(TYPE)
     else:
@@ -70,7 +71,7 @@ def value_of(words, NUMBER: tl.constexpr, scale, zero, INT4: tl.constexpr, TYPE:
 
 
 @triton.jit
-def unpacked(words, scale, zero, INT4: tl.constexpr, TYPE: tl.constexpr):
+def unpacked(words, scale, zero, INT4: constexpr, TYPE: constexpr):
     """The values of the eight codes of each word, in three new dimensions of size two. A thread
     that has a word has all of its values.
     """

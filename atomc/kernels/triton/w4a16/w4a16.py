@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, no_fp8_products, unlike, wrong_result
@@ -37,7 +38,7 @@ from atomc.platform import Platform
 
 
 @triton.jit
-def one_of_four(values, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
+def one_of_four(values, NUMBER: constexpr, SIXTEEN: constexpr):
     """Value NUMBER of the four 16-bit values in each int64, in fp32."""
     half = (values >> NUMBER // 2 * 32).to(tl.int32)
     if tl.bfloat16 == SIXTEEN:
@@ -59,21 +60,21 @@ def _row(
     out_ptr,
     N,
     x_row,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-    CODED: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    GROUP: constexpr,
+    INT4: constexpr,
+    CODED: constexpr,
+    SIXTEEN: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_W: constexpr,
+    PDL: constexpr,
 ):
     """One row of x per program, computed in fp32.
 
     SIXTEEN  the type of a 16-bit x, which is read four values at a time, or None
     """
-    WORDS: tl.constexpr = K // 8
-    GROUPS: tl.constexpr = K // GROUP
+    WORDS: constexpr = K // 8
+    GROUPS: constexpr = K // GROUP
     m = tl.program_id(1).to(tl.int64)
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     row = n.to(tl.int64)
@@ -137,27 +138,27 @@ def _rows(
     M,
     N,
     x_row,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-    CODED: tl.constexpr,
-    NUMBER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    GROUP: constexpr,
+    INT4: constexpr,
+    CODED: constexpr,
+    NUMBER: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    PARTS: constexpr,
+    PDL: constexpr,
 ):
     """Several rows of x per program, on tensor cores, with operands of type NUMBER."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :, None]
     # K is split into PARTS, each computed by its own warps.
-    LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
+    LENGTH: constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
     begin = tl.arange(0, PARTS)[:, None, None] * LENGTH
     word = begin // 8 + tl.arange(0, BLOCK_K // 8)[None, None, :]
     k = begin + tl.arange(0, BLOCK_K)[None, None, :]
     # The MMA instruction is 16 rows by 8 columns.
-    SWAP: tl.constexpr = BLOCK_M < 16
+    SWAP: constexpr = BLOCK_M < 16
     wait_for_last(PDL)
     sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), tl.float32)
     for start in range(0, LENGTH, BLOCK_K):

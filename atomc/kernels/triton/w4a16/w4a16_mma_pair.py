@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.launch.launch import (
     int32_view,
@@ -21,7 +22,7 @@ from atomc.kernels.triton.w4a16.fragments import STRIP, strip_offset
 
 # In the last bits of a bf16 of 128 a code has units of 1. $4 is the word, $5 the addend; $0 to $3
 # are its pairs.
-UNPACK = tl.constexpr("""{
+UNPACK = constexpr("""{
 .reg .b32 w1, w2, w3, one;
 mov.b32 one, 0x3F803F80;
 shr.b32 w1, $4, 4;
@@ -37,7 +38,7 @@ fma.rn.bf16x2 $2, $2, one, $5;
 fma.rn.bf16x2 $3, $3, one, $5;
 }""")
 # The sum of the products of the pairs $1 to $4 and $5 to $8, in fp32.
-DOT = tl.constexpr("""{
+DOT = constexpr("""{
 .reg .b32 sums, low, high;
 mov.b32 sums, 0x80008000;
 fma.rn.bf16x2 sums, $1, $5, sums;
@@ -58,15 +59,15 @@ def _row(
     zeros_ptr,
     bias_ptr,
     out_ptr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    GROUP: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_W: constexpr,
+    PDL: constexpr,
 ):
     """x is [K/2] int32, two values each. A program takes BLOCK_N rows of a strip."""
-    PARTS: tl.constexpr = (K + 127) // 128
-    WORDS: tl.constexpr = PARTS * 16
+    PARTS: constexpr = (K + 127) // 128
+    WORDS: constexpr = PARTS * 16
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     word = tl.arange(0, BLOCK_W)[None, :]
     of_row = strip_offset(n, word // 16, PARTS).to(tl.int64)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from atomc.kernels.triton.launch.launch import (
     let_next_start,
@@ -33,21 +34,21 @@ def _rows(
     out_ptr,
     M,
     N,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    INT4: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    NUMBER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    num_warps: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr,
+    GROUP: constexpr,
+    INT4: constexpr,
+    SIXTEEN: constexpr,
+    NUMBER: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    SPLITS: constexpr,
+    num_warps: constexpr,
+    PDL: constexpr,
 ):
     """out [SPLITS, M, N]: a program sums one of the splits of K."""
-    PARTS: tl.constexpr = (K + 127) // 128
-    LENGTH: tl.constexpr = (PARTS + SPLITS - 1) // SPLITS
-    WHOLE: tl.constexpr = SPLITS * LENGTH * 128 == K
+    PARTS: constexpr = (K + 127) // 128
+    LENGTH: constexpr = (PARTS + SPLITS - 1) // SPLITS
+    WHOLE: constexpr = SPLITS * LENGTH * 128 == K
     wait_for_last(PDL)
     first = tl.program_id(2) * LENGTH
     place = tl.arange(0, BLOCK_N)[:, None]
@@ -98,9 +99,9 @@ def _sum_splits(
     out_ptr,
     size,
     N,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLITS: constexpr,
+    BLOCK: constexpr,
+    PDL: constexpr,
 ):
     wait_for_last(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
