@@ -95,17 +95,6 @@ def inner_sizes(x: Tensor) -> tuple[int, int]:
     return x.shape[1] if x.dim() > 3 else 1, x.shape[-2] if x.dim() > 2 else 1
 
 
-def row_strides(x: Tensor | None) -> tuple[int, int, int]:
-    """Strides of d0, d1 and d2; 0 without a tensor."""
-    s = () if x is None else x.stride()
-    return s[0] if len(s) > 1 else 0, s[1] if len(s) > 3 else 0, s[-2] if len(s) > 2 else 0
-
-
-def row_layout(x: Tensor, *others: Tensor | None) -> tuple[int, ...]:
-    """inner_sizes of x, and row_strides of x and of others with such rows."""
-    return *inner_sizes(x), *(stride for rows in (x, *others) for stride in row_strides(rows))
-
-
 class Rows(NamedTuple):
     """The rows of a tensor as one argument of a kernel: its memory, and strides of d0, d1, d2."""
 
@@ -117,7 +106,11 @@ class Rows(NamedTuple):
 
 def rows_of(x: Tensor | None) -> Rows | None:
     """The rows of x; without a tensor None, for which a kernel is compiled without this operand."""
-    return None if x is None else Rows(x, *row_strides(x))
+    if x is None:
+        return None
+    s = x.stride()
+    s0, s1, s2 = s[0] if len(s) > 1 else 0, s[1] if len(s) > 3 else 0, s[-2] if len(s) > 2 else 0
+    return Rows(x, s0, s1, s2)
 
 
 class Indexed(NamedTuple):
@@ -176,20 +169,23 @@ def begin(PDL: constexpr):
 
 
 @triton.jit
-def row_offset(row, d1, d2, s0, s1, s2):
-    """Offsets of the first elements of rows, which are given by number as an int32 tensor."""
+def row_offset(tensor, row, sizes):
+    """Offsets of the first elements of rows, which are given by number as an int32 tensor; sizes:
+    d1 and d2.
+    """
+    d1, d2 = sizes
     outer = row // d2
     return (
-        (outer // d1).to(tl.int64) * s0
-        + (outer % d1).to(tl.int64) * s1
-        + (row % d2).to(tl.int64) * s2
+        (outer // d1).to(tl.int64) * tensor.s0
+        + (outer % d1).to(tl.int64) * tensor.s1
+        + (row % d2).to(tl.int64) * tensor.s2
     )
 
 
 @triton.jit
 def at(tensor, row, sizes):
-    """Pointers to the first elements of Rows, given by number as an int32 tensor; sizes: d1, d2."""
-    return tensor.ptr + row_offset(row, sizes[0], sizes[1], tensor.s0, tensor.s1, tensor.s2)
+    """Pointers to the first elements of Rows."""
+    return tensor.ptr + row_offset(tensor, row, sizes)
 
 
 @triton.jit

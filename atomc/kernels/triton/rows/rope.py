@@ -149,7 +149,7 @@ def rotated(
         a = _rounded(weighted(a * scale, a_weight, DTYPE, NORM), NORMED)
         b = _rounded(weighted(b * scale, b_weight, DTYPE, NORM), NORMED)
         rest = _rounded(weighted(rest * scale, rest_weight, DTYPE, NORM), NORMED)
-    table_at = row_offset(row, sizes[0], sizes[1], tables.s0, tables.s1, tables.s2)
+    table_at = row_offset(tables, row, sizes)
     cos_at, sin_at = tables.cos + table_at, tables.sin + table_at
     first, second, there = _halves(inside, PARTS, PARTS.style == "pairs")
     cos = tl.load(cos_at + first, there, 0.0).to(tl.float32)
