@@ -87,8 +87,9 @@ def _paged(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) 
 def _read(
     arguments: Arguments, state: Mapping[str, Tensor], step: StepFields, token: Tensor
 ) -> Tensor:
-    sinks = arguments.get("sinks")
-    return call_on_state(paged_attention, arguments, state, step, token=token, sinks=sinks)
+    # Of the inputs of a step that it takes, block tables are the first of a graph.
+    others = {"block_tables": step.block_tables, "token": token, "sinks": arguments.get("sinks")}
+    return call_on_state(paged_attention, arguments, state, step, **others)
 
 
 @op(

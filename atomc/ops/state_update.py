@@ -30,7 +30,7 @@ def call_on_state(
     """
     operands, values = {**arguments, **state, **others}, {}
     for name, parameter in op.signature.parameters.items():
-        if name in StepFields.__annotations__:
+        if name in StepFields.__annotations__ and name not in others:
             values[name] = getattr(step, name)
         elif name in operands or parameter.default is parameter.empty:
             values[name] = operands.get(name)
