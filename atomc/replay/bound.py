@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from atomc.replay.recording import Call, Event
 from atomc.torch_compat import cublaslt
 from atomc.torch_compat.captured_kernels import captured_kernel, captured_kernels
-from atomc.torch_compat.cublaslt import Algorithm, Operands, Product, is_by_rows, is_matrix
+from atomc.torch_compat.cublaslt import Algorithm, Operands, Product, is_product
 from atomc.torch_compat.cuda_driver import (
     Kernel,
     LaunchConfig,
@@ -203,6 +203,10 @@ class Bound:
         self.unfinished.append(point)
         return f"if status := multiply(*{name}): check_product(status)"
 
+    def bases(self) -> set[str]:
+        """The tensors of the tape whose addresses lines need."""
+        return {base for base, _ in self.slots if isinstance(base, str)}
+
     def finish(self) -> int:
         """Allocate the array, and add all that the lines use to the constants. Returns the number
         of lines.
@@ -299,21 +303,11 @@ def _operands(call: Call) -> Operands | None:
         (a, b), bias = call.args, None
     elif call.function in (torch.ops.aten.addmm.default, torch.ops.aten.addmm.out):
         bias, a, b = call.args
-        if any(call.kwargs.get(factor, 1) != 1 for factor in ("beta", "alpha")):
-            return None
     else:
         return None
-    out = call.results[0]
-    matrices = a, b, out
-    if not all(is_matrix(x) for x in matrices) or not is_by_rows(out):
-        return None
-    if bias is not None and (bias.shape != out.shape[1:] or not bias.is_contiguous()):
-        return None
-    dtypes = {x.dtype for x in (*matrices, bias) if x is not None}
-    aligned = all(
-        x.data_ptr() % cublaslt.ALIGNMENT == 0 for x in (*matrices, bias) if x is not None
-    )
-    return Operands(a, b, out, bias) if len(dtypes) == 1 and aligned else None
+    operands = Operands(a, b, call.results[0], bias)
+    factors = [call.kwargs.get(factor, 1) for factor in ("beta", "alpha")]
+    return operands if factors == [1, 1] and is_product(operands) else None
 
 
 def _tensors(launch: Launch) -> list[Tensor]:

@@ -118,6 +118,7 @@ class _Writer:
         self.direct = {n: one for n, one in direct.items() if self.has_fixed_bias(one)}
         self.constants: dict[str, Any] = {}
         self.names: dict[Temporary, str] = {}
+        self.follows: dict[str, str] = {}  # line -> the tensor whose address it says
         self.arenas: dict[torch.dtype, str] = {}  # the arena as a tensor of each dtype
         self.bound = Bound(functions, self.slot, self.constants)
         self.workspaces: dict[int, Temporary] = {}
@@ -169,7 +170,8 @@ class _Writer:
         lines = [*self.arena(), *lines]
         if num_direct := self.bound.finish():
             lines = ["enter_thread()", "begin(addresses, stream)", *lines]
-        lines = [line for line in lines if self.is_used(line)]
+        bases = self.bound.bases()
+        lines = [line for line in lines if self.follows.get(line) in (None, *bases)]
         if num_direct:
             lines = ["with lock:", *("    " + line for line in lines)]
         source = "\n    ".join(["def tape(inputs, addresses, stream):", *lines])
@@ -180,10 +182,6 @@ class _Writer:
         ops = sum(isinstance(event, Call) for event in launched)
         return Tape(names["tape"], len(launched) - ops, ops, num_direct, self.arena_bytes)
 
-    def is_used(self, line: str) -> bool:
-        """Whether a line does more than to say where something is that no library needs."""
-        return not line.startswith("at_") or line.split("(")[0] in self.constants
-
     def arena(self) -> Iterator[str]:
         if self.views:
             self.constants["arenas"] = Arenas(self.arena_bytes, list(self.views))
@@ -193,36 +191,34 @@ class _Writer:
             size = -(-self.arena_bytes // ALIGNMENT) * ALIGNMENT  # a multiple of that of each dtype
             yield f"arena = empty({size}, dtype=uint8, device={device})"
             yield "a = arena.data_ptr()"
-            yield f"at_{_ARENA}(a)"
+            yield self.at(_ARENA, "a")
             for dtype, name in self.arenas.items():
                 yield f"{name} = arena.view({self.constant(dtype)})"
 
     def event(self, event: Event, twin: Event, number: int) -> Iterator[str]:
-        for one in self.memory.temporaries():
-            if one.first == number and self.is_named(one):
-                self.names[one] = f"t{len(self.names)}"
-                if not one.returned:
-                    yield f"{self.names[one]} = {self.allocation(one)}"
-                    yield self.at(one)
+        new = [x for x in self.memory.temporaries() if x.first == number and self.is_named(x)]
+        for one in new:
+            self.names[one] = f"t{len(self.names)}"
+            if not one.returned:
+                yield f"{self.names[one]} = {self.allocation(one)}"
+                yield self.at(self.names[one])
         if direct := self.direct_line(event, number):
             yield direct
             return
         function = self.constant(_function(event))
-        if isinstance(event, Launch) and isinstance(twin, Launch):
-            tensors = not event.addresses
-            head = self.values(event.head, twin.head, tensors)
-            yield f"{function}({', '.join([*head, *self.operands(event, twin, tensors)])})"
-        elif isinstance(event, Call) and isinstance(twin, Call):
-            call = f"{function}({', '.join(self.operands(event, twin, tensors=True))})"
+        tensors = isinstance(event, Call) or not event.addresses
+        call = f"{function}({', '.join(self.arguments(event, twin, tensors))})"
+        if isinstance(event, Call):
             results = [self.result(x, number) for x in event.results]
-            yield f"{', '.join(results)} = {call}" if any(x != "_" for x in results) else call
-            for one in self.names:
-                if one.returned and one.first == number:
-                    yield self.at(one)
+            call = f"{', '.join(results)} = {call}" if any(x != "_" for x in results) else call
+        yield call
+        yield from (self.at(self.names[one]) for one in new if one.returned)
 
-    def at(self, one: Temporary) -> str:
-        """Says where a temporary with a name is; for libraries, which may not need it."""
-        return f"at_{self.names[one]}({self.names[one]}.data_ptr())"
+    def at(self, name: str, address: str | None = None) -> str:
+        """Says where a tensor is; for libraries, which may not need it."""
+        line = f"at_{name}({address or f'{name}.data_ptr()'})"
+        self.follows[line] = name
+        return line
 
     def direct_line(self, event: Event, number: int) -> str | None:
         one = self.direct.get(number)
@@ -239,10 +235,12 @@ class _Writer:
         one = place.temporary if isinstance(place, InTemporary) else None
         return self.names[one] if one and one.returned and one.first == number else "_"
 
-    def operands(self, event: Event, twin: Event, tensors: bool) -> list[str]:
+    def arguments(self, event: Event, twin: Event, tensors: bool) -> list[str]:
         if event.kwargs.keys() != twin.kwargs.keys():
             raise Unrepeatable("a kernel gets other arguments in each call")
+        head, twin_head = (one.head if isinstance(one, Launch) else () for one in (event, twin))
         return [
+            *self.values(head, twin_head, tensors),
             *self.values(event.args, twin.args, tensors),
             *(f"{k}={self.value(x, twin.kwargs[k], tensors)}" for k, x in event.kwargs.items()),
         ]

@@ -115,10 +115,22 @@ class Product:
         _set(self._library.cublasLtMatmulDescSetAttribute, self.descriptor, attribute, value)
 
 
-def is_matrix(x: Tensor) -> bool:
-    """Whether a tensor is a matrix that a Product takes."""
-    by_rows = is_by_rows(x) if x.dim() == 2 else False
-    return x.dim() == 2 and x.dtype in _REAL and x.numel() > 0 and (by_rows or is_by_rows(x.t()))
+def is_product(operands: Operands) -> bool:
+    """Whether a Product takes these tensors."""
+    *matrices, bias = operands
+    out, tensors = operands.out, [x for x in operands if x is not None]
+    return (
+        all(_is_matrix(x) for x in matrices)
+        and is_by_rows(out)
+        and (bias is None or (bias.shape == out.shape[1:] and bias.is_contiguous()))
+        and len({x.dtype for x in tensors}) == 1
+        and all(x.data_ptr() % ALIGNMENT == 0 for x in tensors)
+    )
+
+
+def _is_matrix(x: Tensor) -> bool:
+    by_columns = x.dim() == 2 and is_by_rows(x.t())
+    return x.dim() == 2 and x.dtype in _REAL and x.numel() > 0 and (is_by_rows(x) or by_columns)
 
 
 def check(status: int) -> None:

@@ -69,7 +69,10 @@ _thread = _Thread()
 def enter_thread() -> None:
     """Let the driver launch in this thread, which has no context before CUDA's runtime uses it."""
     if not _thread.has_context:
-        torch.cuda.current_stream().query()
+        context = ctypes.c_void_p()
+        check(driver().cuCtxGetCurrent(ctypes.byref(context)))
+        if not context:  # so that no stream of this thread is captured, which must not be asked
+            torch.cuda.current_stream().query()
         _thread.has_context = True
 
 

@@ -449,3 +449,26 @@ def test_a_bias_that_a_call_computes_stays_with_pytorch(multiplier):
         return [halves(24, seed=seed), halves(7, 16), halves(16, 24)]
 
     assert tapes(program, OnlyProducts(CPU), make)[1].direct == 0
+
+
+@pytest.mark.parametrize("has_context", [True, False])
+def test_a_thread_without_a_context_gets_one_and_no_captured_stream_is_asked(
+    has_context, monkeypatch
+):
+    asked = []
+
+    class Driver:
+        def cuCtxGetCurrent(self, context):
+            context._obj.value = 1 if has_context else None
+            return 0
+
+    class Stream:
+        def query(self):
+            asked.append(self)
+
+    monkeypatch.setattr(cuda_driver, "driver", Driver)
+    monkeypatch.setattr(cuda_driver, "_thread", cuda_driver._Thread())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    cuda_driver.enter_thread()
+    cuda_driver.enter_thread()
+    assert len(asked) == (0 if has_context else 1)

@@ -182,7 +182,8 @@ def _listed(title: str, lines: Sequence[str]) -> str:
 def _repeated(call: RepeatedCall) -> str:
     size = f"{call['bytes'] / 2**20:.1f} MiB of temporaries"
     launches = f"{call['kernels']} kernels and {call['ops']} ops of PyTorch"
-    return f"{launches}, {call['direct']} by CUDA's driver and cuBLASLt directly, {size}"
+    direct = f", {call['direct']} by CUDA's driver and cuBLASLt directly" if call["direct"] else ""
+    return f"{launches}{direct}, {size}"
 
 
 def _audit(report: ReportData) -> str:
