@@ -16,6 +16,7 @@ from atomc.kernels.triton.launch.launch import (
     load_rows,
     num_rows,
     overlap,
+    row_offset,
     row_tile,
     rows_of,
     store_rows,
@@ -33,11 +34,18 @@ MAX_COLUMNS = 65536
 @triton.jit
 def row_sum(x, residual, total, row, column, sizes, inside):
     """x, or x + residual rounded to their dtype and stored, in fp32."""
-    y = load_rows(x, row, column, sizes, inside)
     if residual is not None:
-        y += load_rows(residual, row, column, sizes, inside)
-        y = y.to(total.ptr.dtype.element_ty).to(tl.float32)
-        store_rows(total, row, column, sizes, y, inside)
+        # Offsets come before loads, which then are under way at the same time.
+        x_at = row_offset(x, row, sizes) + column
+        residual_at = row_offset(residual, row, sizes) + column
+        total_at = row_offset(total, row, sizes) + column
+        y = tl.load(x.ptr + x_at, inside, 0.0).to(tl.float32)
+        y += tl.load(residual.ptr + residual_at, inside, 0.0).to(tl.float32)
+        rounded = y.to(total.ptr.dtype.element_ty)
+        tl.store(total.ptr + total_at, rounded, inside)
+        y = rounded.to(tl.float32)
+    else:
+        y = load_rows(x, row, column, sizes, inside)
     return y
 
 
