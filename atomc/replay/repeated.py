@@ -6,6 +6,7 @@ their own, and nothing else: no shapes, no checks, no choice of tiles.
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Repeated:
     strict: bool = True
     fixed: Container[int] = ()
     tapes: dict[Hashable, Tape | None] = field(default_factory=dict)
+    untimed: dict[Hashable, RepeatedCall] = field(default_factory=dict)
     attempts: dict[Hashable, _Attempt] = field(default_factory=dict)
     # Set by the first call: numbers of the inputs that are no tensors, of those of them that are
     # prepared weights, and of tensors whose layouts vary; and whether none of the calls can be
@@ -97,7 +99,10 @@ class Repeated:
             addresses = self._addresses(args)
             kind = self._kind(args, addresses)
             if tape := self.tapes.get(kind):
-                return self._repeat(tape, args, addresses)
+                entry = self.untimed.pop(kind, None) if self.untimed else None
+                if entry is None:
+                    return self._repeat(tape, args, addresses)
+                return self._timed(entry, lambda: self._repeat(tape, args, addresses))
         return self.call(*args) if kind in self.tapes else self._recorded(kind, args)
 
     def _inspect(self, args: Sequence[Input]) -> None:
@@ -128,6 +133,7 @@ class Repeated:
         if weights != self.weights:
             self.weights = weights
             self.tapes.clear()
+            self.untimed.clear()
             self.attempts.clear()
             self.records.clear()
 
@@ -143,6 +149,13 @@ class Repeated:
                 return tape.run(args, addresses, current_stream(self.device))
             with torch.cuda.device(self.device):
                 return tape.run(args, addresses, current_stream(self.device))
+
+    def _timed(self, record: RepeatedCall, repeat: Callable[[], Outputs]) -> Outputs:
+        """Repeat a call, and record its time on the host."""
+        start = time.perf_counter()
+        outputs = repeat()
+        record["host_ms"] = 1e3 * (time.perf_counter() - start)
+        return outputs
 
     def _kind(self, args: Sequence[Input], addresses: Sequence[int]) -> Hashable:
         aligned: Hashable = reduce(or_, addresses, 0) % ALIGNMENT == 0
@@ -176,14 +189,14 @@ class Repeated:
             return outputs
         try:
             tape = self.tapes[kind] = self._tape(last.recording, recording, args)
-            self.records.append(
-                {
-                    "kernels": tape.kernels,
-                    "ops": tape.ops,
-                    "direct": tape.direct,
-                    "bytes": tape.bytes,
-                }
+            entry = self.untimed[kind] = RepeatedCall(
+                kernels=tape.kernels,
+                ops=tape.ops,
+                direct=tape.direct,
+                bytes=tape.bytes,
+                host_ms=0.0,
             )
+            self.records.append(entry)
         except Unrepeatable as why:
             if last.number + 1 < MOST_ATTEMPTS:
                 self._attempt(kind, _Attempt(recording, last.number + 1))

@@ -39,13 +39,15 @@ class Machine(TypedDict, total=False):
 
 class RepeatedCall(TypedDict):
     """Calls of one kind that run without their Python: what each of them launches, how much of it
-    CUDA's driver and cuBLASLt get directly, and the bytes of the allocation of its temporaries.
+    CUDA's driver and cuBLASLt get directly, the bytes of the allocation of its temporaries, and ms
+    of the host for the first of them.
     """
 
     kernels: int
     ops: int
     direct: int
     bytes: int
+    host_ms: float
 
 
 Place = TypeVar("Place", Site, Miss)

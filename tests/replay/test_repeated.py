@@ -64,6 +64,7 @@ def test_the_fourth_call_is_repeated_with_equal_results_for_other_inputs():
         assert_all_equal(function(*inputs), block(*inputs))
     assert graph.calls == BEFORE, function.notes
     assert [(one["kernels"], one["ops"]) for one in function.records] == [(2, 3)]
+    assert function.records[0]["host_ms"] > 0 and not function.untimed
 
 
 def test_results_stay_when_the_graph_is_called_again():

@@ -206,11 +206,14 @@ def test_a_summary_of_what_was_not_compiled_says_why():
 
 
 def test_what_repeated_calls_launch_is_listed():
-    call = {"kernels": 149, "ops": 3, "direct": 0, "bytes": 3 * 2**19}
+    call = {"kernels": 149, "ops": 3, "direct": 0, "bytes": 3 * 2**19, "host_ms": 0.616}
     repeated = [call, call | {"direct": 151}]
+    text = report_text(replace(REPORT, repeated=repeated))
     assert (
-        "calls without their Python\n  149 kernels and 3 ops of PyTorch, 1.5 MiB of temporaries\n"
+        "calls without their Python\n"
+        "  149 kernels and 3 ops of PyTorch, 1.5 MiB of temporaries, 0.62 ms of the host\n"
         "  149 kernels and 3 ops of PyTorch, 151 by CUDA's driver and cuBLASLt directly, 1.5 MiB of\n"
-        in report_text(replace(REPORT, repeated=repeated))
-    )
+    ) in text
+    assert 'mode="reduce-overhead"' in text
+    assert 'mode="reduce-overhead"' not in report_text(replace(REPORT, repeated=[call]))
     assert "149 kernels and 3 ops" in replace(REPORT, repeated=repeated).to_html()

@@ -32,7 +32,7 @@ def report_text(report: ReportData) -> str:
     parts += [
         _break_and_recompile(report),
         _audit(report),
-        _listed("calls without their Python", [_repeated(call) for call in report.repeated]),
+        _listed("calls without their Python", _repeated_calls(report)),
         _listed("notes", report.notes),
         bugs,
         _phases(report),
@@ -179,11 +179,18 @@ def _listed(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(wrapped(line, "  ", "    ") for line in lines)]) if lines else ""
 
 
+def _repeated_calls(report: ReportData) -> list[str]:
+    lines = [_repeated(call) for call in report.repeated]
+    if any(call["direct"] for call in report.repeated) and not report.cuda_graphs:
+        lines.append('mode="reduce-overhead" takes the time of one launch instead, of a CUDA graph')
+    return lines
+
+
 def _repeated(call: RepeatedCall) -> str:
-    size = f"{call['bytes'] / 2**20:.1f} MiB of temporaries"
     launches = f"{call['kernels']} kernels and {call['ops']} ops of PyTorch"
     direct = f", {call['direct']} by CUDA's driver and cuBLASLt directly" if call["direct"] else ""
-    return f"{launches}{direct}, {size}"
+    size = f"{call['bytes'] / 2**20:.1f} MiB of temporaries"
+    return f"{launches}{direct}, {size}, {call['host_ms']:.2f} ms of the host"
 
 
 def _audit(report: ReportData) -> str:
