@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,15 +181,18 @@ def inductor(
 
 @contextlib.contextmanager
 def kernels_at_once() -> Iterator[None]:
-    """Inductor compiles the kernels of all graphs of this context at the same time: it waits for
-    them at the end, and no function that it returns may be called before.
+    """Inductor compiles the kernels of all graphs of this thread and context at the same time: it
+    waits for them at the end, and no function that it returns may be called before.
     """
     from torch._inductor.async_compile import AsyncCompile
 
-    wait = AsyncCompile.wait
+    wait, thread = AsyncCompile.wait, threading.get_ident()
     waits: list[Callable[[], None]] = []
 
     def wait_later(kernels: AsyncCompile, scope: dict[str, Any]) -> None:
+        if threading.get_ident() != thread:
+            wait(kernels, scope)
+            return
         settings = {name: os.environ[name] for name in _TRITON_SETTINGS if name in os.environ}
 
         def wait_now() -> None:

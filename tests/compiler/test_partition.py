@@ -1,6 +1,7 @@
 """A graph is cut at its kernels; equal pieces between them are compiled once."""
 
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,18 @@ def test_kernels_that_code_times_while_it_is_loaded_are_waited_for(
             AsyncCompile().wait({"now": 0})
         assert waits == ["now"]
     assert waits == ["now", "later"]
+
+
+def test_another_thread_waits_for_its_kernels_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    monkeypatch.setattr(AsyncCompile, "wait", lambda kernels, scope: waits.append(*scope))
+    with kernels_at_once():
+        AsyncCompile().wait({"later": 0})
+        other = threading.Thread(target=lambda: AsyncCompile().wait({"its own": 0}))
+        other.start()
+        other.join()
+        assert waits == ["its own"]
+    assert waits == ["its own", "later"]
 
 
 class Doubled(nn.Module):
