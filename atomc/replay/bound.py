@@ -40,7 +40,7 @@ NDArray = numpy.typing.NDArray[numpy.int64]
 _BYTES = 8  # of an address, and of the memory for any other parameter
 
 
-class Chosen(NamedTuple):
+class ProductChoice(NamedTuple):
     """A product of matrices, its tensors and the algorithm that PyTorch uses."""
 
     product: Product
@@ -55,11 +55,11 @@ class Libraries:
     device: torch.device
     algorithms: dict[Hashable, Algorithm | None] = field(default_factory=dict)
 
-    def direct(self, events: Sequence[Event | None]) -> dict[int, Kernel | Chosen]:
+    def direct(self, events: Sequence[Event | None]) -> dict[int, Kernel | ProductChoice]:
         """What libraries know of these events, by number."""
-        results: dict[int, Kernel | Chosen] = {}
+        results: dict[int, Kernel | ProductChoice] = {}
         for number, event in enumerate(events):
-            one: Kernel | Chosen | None = None
+            one: Kernel | ProductChoice | None = None
             if isinstance(event, Launch) and event.addresses:
                 one = self.kernel(event)
             elif isinstance(event, Call):
@@ -70,13 +70,12 @@ class Libraries:
 
     def functions(self) -> dict[str, Callable[..., object]]:
         """Those that lines of a tape call."""
-        return {
-            "enter_thread": enter_thread,
-            "launch": driver().cuLaunchKernelEx,
-            "check": check,
-            "multiply": cublaslt.library().cublasLtMatmul,
-            "check_product": cublaslt.check,
-        }
+        checks = {"check": check, "check_product": cublaslt.check}
+        functions: dict[str, Callable[..., object]] = {"enter_thread": enter_thread, **checks}
+        functions["launch"] = driver().cuLaunchKernelEx
+        with suppress(OSError):  # then there are no products
+            functions["multiply"] = cublaslt.library().cublasLtMatmul
+        return functions
 
     def kernel(self, launch: Launch) -> Kernel | None:
         """The kernel of a launch, if all of its parameters are numbers or addresses that the launch
@@ -89,7 +88,7 @@ class Libraries:
                 return kernel
         return None
 
-    def product(self, call: Call) -> Chosen | None:
+    def product(self, call: Call) -> ProductChoice | None:
         """The product of matrices that a call is, if an algorithm launches the same kernels."""
         if (operands := _operands(call)) is None:
             return None
@@ -102,7 +101,7 @@ class Libraries:
             if key not in self.algorithms:
                 self.algorithms[key] = self._algorithm(call, product, operands)
             if algorithm := self.algorithms[key]:
-                return Chosen(product, operands, algorithm)
+                return ProductChoice(product, operands, algorithm)
         return None
 
     def _algorithm(self, call: Call, product: Product, operands: Operands) -> Algorithm | None:
@@ -183,9 +182,9 @@ class Bound:
         arguments = f"config{number}, function{number}, parameters{number}, None"
         return f"if status := launch({arguments}): check(status)"
 
-    def product(self, chosen: Chosen, workspace: Slot) -> str:
+    def product(self, choice: ProductChoice, workspace: Slot) -> str:
         """The line of a product of matrices."""
-        product, operands, algorithm = chosen
+        product, operands, algorithm = choice
         first, name = len(self.values), f"product{len(self.unfinished)}"
         for x in operands[:3]:
             self._add(x.data_ptr(), self.slot(x))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from atomc.replay.arenas import Arenas, View
-from atomc.replay.bound import Bound, Chosen, Libraries, Slot
+from atomc.replay.bound import Bound, Libraries, ProductChoice, Slot
 from atomc.replay.memory import (
     ALIGNMENT,
     Fixed,
@@ -111,7 +111,7 @@ class _Writer:
         self,
         memory: Memory,
         recording: Recording,
-        direct: Mapping[int, Kernel | Chosen],
+        direct: Mapping[int, Kernel | ProductChoice],
         functions: Callable[[], Mapping[str, Callable[..., object]]],
     ):
         self.memory, self.inputs = memory, recording.inputs
@@ -123,7 +123,7 @@ class _Writer:
         self.bound = Bound(functions, self.slot, self.constants)
         self.workspaces: dict[int, Temporary] = {}
         for number, one in self.direct.items():
-            if isinstance(one, Chosen):
+            if isinstance(one, ProductChoice):
                 self.give_memory(one, number)
         in_arena = [one for one in memory.temporaries() if not self.is_named(one)]
         in_arena += self.workspaces.values()
@@ -137,18 +137,18 @@ class _Writer:
         if on_cpu and not any(isinstance(x, Launch) and x.addresses for x in recording.events):
             self.views = {}
 
-    def has_fixed_bias(self, one: Kernel | Chosen) -> bool:
+    def has_fixed_bias(self, one: Kernel | ProductChoice) -> bool:
         """Whether cuBLASLt gets the address of a bias before the call."""
-        bias = one.operands.bias if isinstance(one, Chosen) else None
+        bias = one.operands.bias if isinstance(one, ProductChoice) else None
         return bias is None or not isinstance(self.memory.find(bias), InTemporary)
 
-    def give_memory(self, chosen: Chosen, number: int) -> None:
+    def give_memory(self, choice: ProductChoice, number: int) -> None:
         """Let a product write its result to memory of the tape, and have a workspace there."""
-        place = self.memory.find(chosen.operands.out)
+        place = self.memory.find(choice.operands.out)
         if isinstance(place, InTemporary) and place.temporary.first == number:
             place.temporary.returned = False
-        if size := chosen.algorithm.workspace:
-            out = chosen.operands.out
+        if size := choice.algorithm.workspace:
+            out = choice.operands.out
             self.workspaces[number] = Temporary(
                 out.new_empty(size, dtype=torch.uint8), number, number
             )
@@ -224,7 +224,7 @@ class _Writer:
         one = self.direct.get(number)
         if isinstance(one, Kernel) and isinstance(event, Launch):
             return self.bound.launch(one, event)
-        if isinstance(one, Chosen):
+        if isinstance(one, ProductChoice):
             offset = self.offsets[self.workspaces[number]] if number in self.workspaces else 0
             return self.bound.product(one, (_ARENA, offset))
         return None

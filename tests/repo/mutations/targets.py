@@ -323,10 +323,13 @@ runtime/turns.py | runtime/test_turns.py
 atomc/compiler/host_integers.py | compiler/test_host_integers.py | _integers _only_integers_read _symbols_of_layout compute_on_host
 atomc/program.py | runtime/execution/test_repeated_steps.py | Program._forget_steps Program.repeats
 atomc/replay/arenas.py | replay/test_repeated_cpu.py -k 'arena' | Arenas.give Arenas.take
+atomc/replay/bound.py | replay/test_bound.py | Bound.finish Bound.launch Bound.product Libraries._algorithm Libraries.direct Libraries.kernel Libraries.product _Base.write _Bias.write _Inputs.write _operands
 atomc/replay/memory.py | replay/test_repeated.py | Memory.find Memory.place Memory.replace _in_input arrange
 atomc/replay/recording.py | replay/test_repeated.py | _Recorder.__torch_dispatch__ _Recorder._append _computes_nothing _is_read_by_host
 atomc/replay/repeatable.py | replay/test_repeatable.py | repeats_calls repeats_steps
 atomc/replay/repeated.py | replay/test_repeated.py | Repeated._attempt Repeated._inspect Repeated._kind Repeated._recorded Repeated._refused
 atomc/replay/shared_calls.py | replay/test_repeated.py | _is_output _is_repeatable _writes _written share_calls
+atomc/torch_compat/cublaslt.py | replay/test_bound.py | Product.__init__ Product.algorithms Product.arguments _layout is_product
+atomc/torch_compat/cuda_driver.py | replay/test_bound.py | enter_thread launch_config
 atomc/torch_compat/cpp_kernels.py | replay/test_repeated_cpu.py | remember_cpp_kernels watched_cpp_kernels
 """
