@@ -14,6 +14,7 @@ from atomc.capture.subclasses import subclass_reason
 from atomc.capture.variable_floats import constant_floats
 from atomc.compiler.driver import build
 from atomc.compiler.host_integers import compute_on_host
+from atomc.compiler.number_tensors import number_tensors
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.replay.cudagraphs import Graphed
@@ -46,6 +47,7 @@ def callable_of(
     Raises RestartAnalysis if Dynamo has to trace again with further floats as constants.
     """
     platform = platform or Platform.detect(device_of(example_inputs))
+    gm, example_inputs, wrap = number_tensors(gm, example_inputs)
     context = Context(
         options, platform, inputs=example_inputs, keep_texts=options.report is not None
     )
@@ -71,7 +73,7 @@ def callable_of(
         function = Graphed(
             function, built.written, report.notes, report.cuda_graphs, settle=weights.refresh_packed
         )
-    return compute_on_host(gm, example_inputs, function)
+    return wrap(compute_on_host(gm, example_inputs, function))
 
 
 def _is_dynamic(example_inputs: Sequence[Input]) -> bool:

@@ -6,7 +6,7 @@ The host computes these outputs in each call. The rest of the graph gets the sam
 calls, so that neither a CUDA graph nor a repeated call is one for each value of a counter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import SymInt, Tensor
@@ -23,13 +23,13 @@ def compute_on_host(
 
     gm  Dynamo's graph, whose outputs are a sequence
     """
-    integers = _integers(gm.graph)
+    integers = integers_of(gm.graph)
     outputs: list[object] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-    results = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x in integers]
+    results = {i: x.name for i, x in enumerate(outputs) if isinstance(x, Node) and x in integers}
     unread = _unread(gm.graph, integers, example_inputs)
-    if not unread or not results:
+    if not unread:
         return call
-    compute = _function(gm.graph, integers, [outputs[i] for i in results])
+    compute = host_function(gm.graph, [*results.values()])
     constants: dict[int, Input] = {}
 
     def call_with_constants(*args: Input) -> Outputs:
@@ -38,10 +38,12 @@ def compute_on_host(
         fixed = list(args)
         for i, value in constants.items():
             fixed[i] = value
-        returned, numbers = call(*fixed), compute(*args)
-        assert isinstance(returned, Sequence) and isinstance(numbers, Sequence)
+        returned = call(*fixed)
+        if not results:
+            return returned
+        assert isinstance(returned, Sequence)
         merged: list[Outputs] = list(returned)
-        for i, number in zip(results, numbers, strict=True):
+        for i, number in zip(results, compute(*args), strict=True):
             merged[i] = number
         return merged
 
@@ -52,7 +54,7 @@ def _unread(
     graph: Graph, integers: dict[Node, set[object]], example_inputs: Sequence[Input]
 ) -> list[int]:
     """The numbers of the integer inputs that no tensor depends on."""
-    sizes = {symbol for x in example_inputs for symbol in _symbols_of_layout(x)}
+    sizes = {symbol for x in example_inputs for symbol in symbols_of_layout(x)}
     return [
         i
         for i, node in enumerate(graph.find_nodes(op="placeholder"))
@@ -60,7 +62,7 @@ def _unread(
     ]
 
 
-def _integers(graph: Graph) -> dict[Node, set[object]]:
+def integers_of(graph: Graph) -> dict[Node, set[object]]:
     """Integer inputs, and what is computed from nothing but them, with their symbols."""
     integers: dict[Node, set[object]] = {}
     for node in graph.nodes:
@@ -83,7 +85,7 @@ def _only_integers_read(node: Node, integers: dict[Node, set[object]]) -> bool:
     )
 
 
-def _symbols_of_layout(x: Input) -> set[object]:
+def symbols_of_layout(x: Input) -> set[object]:
     if not isinstance(x, Tensor):
         return set()
     numbers = (*x.shape, *x.stride(), x.storage_offset())
@@ -95,10 +97,9 @@ def _symbols_of_layout(x: Input) -> set[object]:
     }
 
 
-def _function(
-    graph: Graph, integers: dict[Node, set[object]], results: Sequence[object]
-) -> GraphFunction:
-    """A function of the graph's inputs that computes these of its integers."""
+def host_function(graph: Graph, results: Sequence[str]) -> Callable[..., Sequence[int]]:
+    """A function of the graph's inputs that computes the integers of these names."""
+    integers = integers_of(graph)
     host = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -106,7 +107,8 @@ def _function(
             copies[node] = host.placeholder(node.name)
         elif node in integers:
             copies[node] = host.node_copy(node, lambda x: copies[x])
-    host.output(tuple(copies[x] for x in results if isinstance(x, Node)))
+    by_name = {node.name: copy for node, copy in copies.items()}
+    host.output(tuple(by_name[name] for name in results))
     host.eliminate_dead_code()
-    function: GraphFunction = GraphModule(torch.nn.Module(), host).forward
+    function: Callable[..., Sequence[int]] = GraphModule(torch.nn.Module(), host).forward
     return function
