@@ -7,28 +7,28 @@ one. `**arguments` of another type takes all arguments.
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from inspect import Parameter, Signature
+from inspect import Signature
 from typing import TypeVar, Unpack, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
 
 @functools.cache
-def declared(function: Callable[..., object]) -> Mapping[str, Parameter] | None:
+def declared(function: Callable[..., object]) -> Mapping[str, inspect.Parameter] | None:
     """The parameters of a function by name; None: it takes arguments of any name."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # of a builtin function
         return None
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[str, inspect.Parameter] = {}
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD and get_origin(parameter.annotation) is Unpack:
             [keys] = get_args(parameter.annotation)
             types, hints = get_type_hints(keys), get_type_hints(keys, include_extras=True)
             for key, hint in hints.items():
-                [default] = getattr(hint, "__metadata__", (Parameter.empty,))
-                parameters[key] = Parameter(
-                    key, Parameter.KEYWORD_ONLY, default=default, annotation=types[key]
+                [default] = getattr(hint, "__metadata__", (inspect.Parameter.empty,))
+                parameters[key] = inspect.Parameter(
+                    key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[key]
                 )
         elif parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             return None
@@ -74,7 +74,7 @@ def _passing(
     function: Callable[..., T], names: Iterable[str], signature: Signature
 ) -> Callable[..., T]:
     """A function with the parameters of the signature that passes these to `function`, by name."""
-    empty = Parameter.empty
+    empty = inspect.Parameter.empty
     bare = [p.replace(default=empty, annotation=empty) for p in signature.parameters.values()]
     # Its code stands where that of the function does, for tracebacks and fingerprints.
     place = getattr(function, "__code__", call_by_name.__code__)

@@ -14,13 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.ops.op import op
-from atomc.ops.op_traits import Kind
+from atomc.ops.op_traits import Arguments, Kind
 
 RMS_NORM_STYLES = ("one_plus", "after", "before")
 
 
+def _rounds_once(arguments: Arguments) -> bool:
+    return bool(arguments["style"] != "after")
+
+
 # Of an op with an RMSNorm of rows, whose style says whether the reference rounds only its result.
-norm_op = partial(op, rows="x", rounds_once=lambda arguments: bool(arguments["style"] != "after"))
+norm_op = partial(op, rows="x", rounds_once=_rounds_once)
 
 
 def normed_shape(x: Tensor, weight: Tensor, style: str) -> Tensor:

@@ -28,11 +28,12 @@ EAGER = {"glue": "eager"}
 @contextmanager
 def registered(op: ops.Op, provider: str, function: Any, **protocol: Any):
     """A kernel that exists for one test."""
+    kernels = [*op.kernels]
     op.kernel(provider, **protocol)(function)
     try:
         yield
     finally:
-        op.kernels[:] = [kernel for kernel in op.kernels if kernel.function is not function]
+        op.kernels[:] = kernels
 
 
 def chosen_for(op: str) -> list[tuple[str, str]]:

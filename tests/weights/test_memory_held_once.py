@@ -63,11 +63,12 @@ def kernel(op: ops.Op, provider: str, function: Any, **protocol: Any) -> Iterato
     def made(*args: Any, **kwargs: Any) -> Tensor:
         return function(*args, **kwargs)
 
+    kernels = [*op.kernels]
     op.kernel(provider, **protocol)(made)
     try:
         yield
     finally:
-        op.kernels[:] = [kernel for kernel in op.kernels if kernel.function is not made]
+        op.kernels[:] = kernels
 
 
 @contextmanager
