@@ -73,7 +73,7 @@ def callable_of(
         function = Graphed(
             function, built.written, report.notes, report.cuda_graphs, settle=weights.refresh_packed
         )
-    return wrap(compute_on_host(gm, example_inputs, function))
+    return wrap(compute_on_host(gm, function))
 
 
 def _is_dynamic(example_inputs: Sequence[Input]) -> bool:

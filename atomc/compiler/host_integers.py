@@ -15,9 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from atomc.torch_compat.core import GraphFunction, Input, Outputs
 
 
-def compute_on_host(
-    gm: GraphModule, example_inputs: Sequence[Input], call: GraphFunction
-) -> GraphFunction:
+def compute_on_host(gm: GraphModule, call: GraphFunction) -> GraphFunction:
     """A callable like `call`, the compiled graph, that computes such outputs itself; `call` if the
     graph has none.
 
@@ -26,7 +24,7 @@ def compute_on_host(
     integers = integers_of(gm.graph)
     outputs: list[object] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     results = {i: x.name for i, x in enumerate(outputs) if isinstance(x, Node) and x in integers}
-    unread = _unread(gm.graph, integers, example_inputs)
+    unread = _unread(gm.graph, integers)
     if not unread:
         return call
     compute = host_function(gm.graph, [*results.values()])
@@ -50,11 +48,9 @@ def compute_on_host(
     return call_with_constants
 
 
-def _unread(
-    graph: Graph, integers: dict[Node, set[object]], example_inputs: Sequence[Input]
-) -> list[int]:
+def _unread(graph: Graph, integers: dict[Node, set[object]]) -> list[int]:
     """The numbers of the integer inputs that no tensor depends on."""
-    sizes = {symbol for x in example_inputs for symbol in symbols_of_layout(x)}
+    sizes = symbols_of_sizes(graph)
     return [
         i
         for i, node in enumerate(graph.find_nodes(op="placeholder"))
@@ -85,10 +81,15 @@ def _only_integers_read(node: Node, integers: dict[Node, set[object]]) -> bool:
     )
 
 
-def symbols_of_layout(x: Input) -> set[object]:
-    if not isinstance(x, Tensor):
-        return set()
-    numbers = (*x.shape, *x.stride(), x.storage_offset())
+def symbols_of_sizes(graph: Graph) -> set[object]:
+    """The symbols in the layouts of a graph's tensor inputs."""
+    tensors = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+    numbers = [
+        number
+        for x in tensors
+        if isinstance(x, Tensor)
+        for number in (*x.shape, *x.stride(), x.storage_offset())
+    ]
     return {
         symbol
         for number in numbers

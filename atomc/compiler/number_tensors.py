@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from atomc.compiler.host_integers import host_function, integers_of, symbols_of_layout
+from atomc.compiler.host_integers import host_function, integers_of, symbols_of_sizes
 from atomc.torch_compat.core import FakeTensor, GraphFunction, Input, Outputs
 from atomc.torch_compat.tracing import editable_copy, fake_mode_of
 
@@ -47,7 +47,7 @@ def number_tensors(gm: GraphModule, example_inputs: Sequence[Input]) -> NumberTe
         return unchanged
     copy = editable_copy(gm)
     integers = integers_of(copy.graph)
-    fixed = {symbol for x in example_inputs for symbol in symbols_of_layout(x)}
+    fixed = symbols_of_sizes(copy.graph)
     for node, symbols in integers.items():
         if not all(reader in integers or _takes_tensor(node, reader) for reader in node.users):
             fixed |= symbols

@@ -15,7 +15,7 @@ def integers_of_calls(function, *calls):
             seen.append([x for x in args if isinstance(x, int)])
             return gm(*args)
 
-        return compute_on_host(gm, example_inputs, graph)
+        return compute_on_host(gm, graph)
 
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=backend, dynamic=True)
@@ -63,6 +63,30 @@ def test_the_size_of_an_input_reaches_the_graph():
     calls = [(torch.randn(n, 4), n) for n in (2, 3, 5)]
     seen = integers_of_calls(lambda x, n: (x.view(n, 2, 2) * 2, n + 1), *calls)
     assert all(n in numbers for (_, n), numbers in zip(calls, seen, strict=True))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: (x * 2, x.shape[0] + 1), lambda x: (x * 2,)],
+    ids=["in the outputs", "unread"],
+)
+def test_a_size_that_no_op_reads_reaches_the_graph(function):
+    calls = [(torch.randn(n, 4),) for n in (2, 3, 5)]
+    seen = integers_of_calls(function, *calls)
+    assert [numbers for numbers in seen if 5 in numbers] == [seen[-1]]
+    assert all(n in numbers for (x,), numbers in zip(calls, seen, strict=True) if (n := len(x)) > 2)
+
+
+def test_the_backend_follows_a_size_that_is_returned():
+    def function(x):
+        return torch.sin(x).cos() * x.cumsum(0), x.shape[0] + 1
+
+    compiled = torch.compile(function, backend="atom", dynamic=True, options={"cache": False})
+    for n in (2, 3, 5, 9):
+        x = torch.randn(n, 4)
+        result, number = compiled(x)
+        torch.testing.assert_close(result, function(x)[0])
+        assert number == n + 1
 
 
 def test_two_counters_are_told_apart():
