@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from atomc.compiler.host_integers import host_function, integers_of, symbols_of_sizes
 from atomc.torch_compat.core import FakeTensor, GraphFunction, Input, Outputs
@@ -41,30 +41,17 @@ def number_tensors(gm: GraphModule, example_inputs: Sequence[Input]) -> NumberTe
 
     gm  Dynamo's graph; it stays as it is
     """
-    unchanged = NumberTensors(gm, example_inputs, lambda call: call)
     mode = fake_mode_of(gm.graph)
-    if mode is None or not integers_of(gm.graph):
-        return unchanged
+    if mode is None or not _reads(gm.graph):
+        return NumberTensors(gm, example_inputs, lambda call: call)
     copy = editable_copy(gm)
-    integers = integers_of(copy.graph)
-    fixed = symbols_of_sizes(copy.graph)
-    for node, symbols in integers.items():
-        if not all(reader in integers or _takes_tensor(node, reader) for reader in node.users):
-            fixed |= symbols
-    read: dict[tuple[Node, torch.device], list[Node]] = {}
-    for node, symbols in integers.items():
-        for reader in node.users:
-            if not symbols & fixed and _takes_tensor(node, reader) and reader.op != "output":
-                read.setdefault((node, reader.meta["example_value"].device), []).append(reader)
-    if not read:
-        return unchanged
-    results = [node for node, _ in read]
-    compute = host_function(gm.graph, [node.name for node in results])
-    devices = [device for _, device in read]
+    reads = _reads(copy.graph)
+    compute = host_function(gm.graph, [node.name for node, _ in reads])
+    devices = [device for _, device in reads]
     real = not any(isinstance(x, FakeTensor) for x in example_inputs)
     examples = list(example_inputs)
     last = [*copy.graph.find_nodes(op="placeholder")][-1]
-    for number, ((node, device), readers) in enumerate(read.items()):
+    for number, ((node, device), readers) in enumerate(reads.items()):
         with copy.graph.inserting_after(last):
             last = copy.graph.placeholder(f"number_{number}")
         with mode:
@@ -83,6 +70,21 @@ def number_tensors(gm: GraphModule, example_inputs: Sequence[Input]) -> NumberTe
         return with_tensors
 
     return NumberTensors(copy, examples, wrap)
+
+
+def _reads(graph: Graph) -> dict[tuple[Node, torch.device], list[Node]]:
+    """Integers that may be tensors, each on a device, with the ops that read them there."""
+    integers, fixed = integers_of(graph), symbols_of_sizes(graph)
+    for node, symbols in integers.items():
+        if not all(reader in integers or _takes_tensor(node, reader) for reader in node.users):
+            fixed |= symbols
+    reads: dict[tuple[Node, torch.device], list[Node]] = {}
+    for node, symbols in integers.items():
+        for reader in node.users:
+            if not symbols & fixed and reader not in integers and reader.op != "output":
+                device = reader.meta["example_value"].device
+                reads.setdefault((node, device), []).append(reader)
+    return reads
 
 
 def _takes_tensor(integer: Node, reader: Node) -> bool:

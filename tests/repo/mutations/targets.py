@@ -320,7 +320,8 @@ runtime/server/service/traces.py | runtime/server/test_traces.py -k 'below_the_c
 runtime/text/chat_prompts.py | runtime/images/test_image_prompts.py | ChatPrompts.prompt
 runtime/torch_modes.py | runtime/test_rollouts.py -k 'change_no_request or inside_and_outside'
 runtime/turns.py | runtime/test_turns.py
-atomc/compiler/host_integers.py | compiler/test_host_integers.py | _integers _only_integers_read _symbols_of_layout compute_on_host
+atomc/compiler/number_tensors.py | compiler/test_number_tensors.py -k 'beside or would' | _reads _takes_tensor number_tensors
+atomc/compiler/host_integers.py | compiler/test_host_integers.py | integers_of _only_integers_read symbols_of_sizes compute_on_host
 atomc/program.py | runtime/execution/test_repeated_steps.py | Program._forget_steps Program.repeats
 atomc/replay/arenas.py | replay/test_repeated_cpu.py -k 'arena' | Arenas.give Arenas.take
 atomc/replay/bound.py | replay/test_bound.py | Bound.finish Bound.launch Bound.product Libraries._algorithm Libraries.direct Libraries.kernel Libraries.product _Base.write _Bias.write _Inputs.write _operands
