@@ -80,10 +80,11 @@ def _reads(graph: Graph) -> dict[tuple[Node, torch.device], list[Node]]:
             fixed |= symbols
     reads: dict[tuple[Node, torch.device], list[Node]] = {}
     for node, symbols in integers.items():
-        for reader in node.users:
-            if not symbols & fixed and reader not in integers and reader.op != "output":
-                device = reader.meta["example_value"].device
-                reads.setdefault((node, device), []).append(reader)
+        if symbols and not symbols & fixed:
+            for reader in node.users:
+                if reader.op != "output" and reader not in integers:
+                    device = reader.meta["example_value"].device
+                    reads.setdefault((node, device), []).append(reader)
     return reads
 
 

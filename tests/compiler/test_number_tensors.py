@@ -64,8 +64,9 @@ def test_an_integer_beside_int64_tensors_is_a_tensor(function, numbers):
         lambda x, n: (x + n, x[:4].view(n % 2 + 1, -1)),
         lambda x, n: (x.sum() + n,),
         lambda x, n: (x // n,),
+        lambda x, n: (x + (n - n), torch.sym_ite(n - n > 1, n, n + 1)),
     ],
-    ids=["float", "int32", "slice", "size", "view", "no dimension", "other op"],
+    ids=["float", "int32", "slice", "size", "view", "no dimension", "other op", "constant"],
 )
 def test_an_integer_that_a_tensor_would_not_equal_stays_one(function):
     seen = inputs_of_calls(function, *CALLS)
