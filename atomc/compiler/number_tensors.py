@@ -22,6 +22,7 @@ from atomc.torch_compat.tracing import editable_copy, fake_mode_of
 _OPS = {
     *(operator.add, operator.sub, operator.mul),
     *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
+    "__eq__",  # as Dynamo of torch 2.11 spells ==
 }
 
 
