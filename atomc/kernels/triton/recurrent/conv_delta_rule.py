@@ -93,9 +93,9 @@ def _replace_inputs(conv, x_at, state_at, channel, inside, remembers, TAPS: cons
     """
     row, step = tl.arange(0, triton.next_power_of_2(TAPS - 1))[:, None], conv.row
     at, inside = state_at + row * step + channel[None, :], inside[None, :]
-    kept = tl.load(at + step, inside & remembers & (row < TAPS - 2), 0.0)
+    remembered = tl.load(at + step, inside & remembers & (row < TAPS - 2), 0.0)
     x = tl.load(x_at + channel[None, :] + row * 0, inside & (row == TAPS - 2), 0.0)
-    new = tl.where(row < TAPS - 2, kept, x.to(kept.dtype))
+    new = tl.where(row < TAPS - 2, remembered, x.to(remembered.dtype))
     # All threads have read the old inputs.
     tl.debug_barrier()
     tl.store(at, new, inside & (row < TAPS - 1))

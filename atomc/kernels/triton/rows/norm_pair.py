@@ -99,7 +99,7 @@ def rms_norm_pair(
     of_x = RowNorm(x, None, x_weight, style, None, True)
     of_y = RowNorm(y, None, y_weight, style, None, True)
     _launch(x, of_x, of_y, eps, style)
-    return of_x.kept, of_y.kept
+    return of_x.norm, of_y.norm
 
 
 def refuse_quant_of_y(
@@ -150,4 +150,4 @@ def rms_norm_pair_quant(
     x_norm = RowNorm(x, None, x_weight, style, of_x, keep_x)
     y_norm = RowNorm(y, None, y_weight, style, of_y, keep_y or not quantize_y)
     _launch(x, x_norm, y_norm, eps, style)
-    return of_x.codes, of_x.scales, *y_codes, x_norm.kept, y_norm.kept
+    return of_x.codes, of_x.scales, *y_codes, x_norm.norm, y_norm.norm

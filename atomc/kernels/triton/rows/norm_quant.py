@@ -93,7 +93,7 @@ class RowNorm:
     """A norm of x, or of x + residual, and its results.
 
     out        None: only the norm is stored
-    kept       the norm; [0] unless `keep`
+    norm       the norm; [0] unless `keep`
     operands   the first ones of `quantize_norm`
     """
 
@@ -108,14 +108,14 @@ class RowNorm:
     ):
         width, dtype = x.shape[-1], normed_dtype(x, weight, style)
         self.total = None if residual is None else torch.empty_like(x)
-        self.kept = torch.empty_like(x, dtype=dtype) if keep else x.new_empty(0, dtype=dtype)
+        self.norm = torch.empty_like(x, dtype=dtype) if keep else x.new_empty(0, dtype=dtype)
         coding = Coding() if out is None else out.coding
         block = max(triton.next_power_of_2(width), coding.group)
         self.constants = Constants(width, block, coding)
         rows = (
             *map(rows_of, (x, residual, self.total)),
             weight,
-            rows_of(self.kept if keep else None),
+            rows_of(self.norm if keep else None),
         )
         self.operands = *rows, None if out is None else out.into
 
@@ -151,7 +151,7 @@ def quantized_norm(
             **overlap(x.device),
             **register_limit(x.device),
         )
-    return out.codes, out.scales, x if norm.total is None else norm.total, norm.kept
+    return out.codes, out.scales, x if norm.total is None else norm.total, norm.norm
 
 
 refuse_rms_norm_quant = first_refusal(unquantizable, refuse_rms_norm)
