@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atomc.replay.recording import Recording, Unrepeatable
+from atomc.replay.recording import Recording, Unrepeatable, storage_address
 from atomc.replay.static_buffer import span
 
 ALIGNMENT = 256
@@ -86,7 +86,7 @@ class Memory:
 
     def holds(self, x: Tensor) -> bool:
         """Whether an earlier event uses the memory of this tensor of the first recording."""
-        return _address(x) in self._temporaries
+        return storage_address(x) in self._temporaries
 
     def place(self, x: Tensor, twin: Tensor, event: int) -> Place:
         """Where x lies, of which `twin` has the role in the second recording; `event` uses it.
@@ -100,7 +100,7 @@ class Memory:
             raise Unrepeatable("a kernel gets another input in each call")
         if places[0] is not None:
             return places[0]
-        at, twin_at = _address(x), _address(twin)
+        at, twin_at = storage_address(x), storage_address(twin)
         sizes = x.untyped_storage().nbytes(), twin.untyped_storage().nbytes()
         if sizes[0] != sizes[1] or x.data_ptr() - at != twin.data_ptr() - twin_at:
             raise Unrepeatable("temporaries have another size in each call")
@@ -118,7 +118,7 @@ class Memory:
         """The place of a tensor of the first recording that `place` has placed."""
         if (place := _in_input(x, self._inputs[0])) is not None:
             return place
-        if (at := _address(x)) not in self._temporaries:
+        if (at := storage_address(x)) not in self._temporaries:
             return Fixed(x)
         return InTemporary(self._temporaries[at][1], x.data_ptr() - at)
 
@@ -135,16 +135,12 @@ def _whole(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
 
 
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
 def _by_storage(inputs: Sequence[object]) -> Mapping[int, list[tuple[int, Tensor]]]:
     """Address of a storage -> the inputs in it, each with its number."""
     grouped: dict[int, list[tuple[int, Tensor]]] = {}
     for number, x in enumerate(inputs):
         if isinstance(x, Tensor) and x.numel():
-            grouped.setdefault(_address(x), []).append((number, x))
+            grouped.setdefault(storage_address(x), []).append((number, x))
     return grouped
 
 
@@ -154,7 +150,7 @@ def _in_input(x: Tensor, inputs: Mapping[int, list[tuple[int, Tensor]]]) -> InIn
     Of several in one storage, as a packed weight and its parts: the one with the layout of x, else
     with its extent, else the only one that starts where x does, else the only one around it.
     """
-    candidates = inputs.get(_address(x), []) if x.numel() else []
+    candidates = inputs.get(storage_address(x), []) if x.numel() else []
     start, end = _extent(x)
     starting = [one for one in candidates if one[1].data_ptr() == start]
     groups = (

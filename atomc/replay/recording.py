@@ -88,7 +88,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording, self.most_bytes = recording, most_bytes
         self.reason: str | None = None
-        self.storages = {_address(x) for x in recording.inputs if isinstance(x, Tensor)}
+        self.storages = {storage_address(x) for x in recording.inputs if isinstance(x, Tensor)}
         self.in_op = False  # whose kernels are launched again by calling the op
 
     def launched(self, launch: Launch) -> None:
@@ -138,8 +138,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self.recording.events.append(event)
         for x in values:
-            if isinstance(x, Tensor) and _address(x) not in self.storages:
-                self.storages.add(_address(x))
+            if isinstance(x, Tensor) and storage_address(x) not in self.storages:
+                self.storages.add(storage_address(x))
                 self.recording.bytes += x.untyped_storage().nbytes()
         if self.recording.bytes > self.most_bytes:
             self._stop(f"temporaries of a call have more than {self.most_bytes // 2**20} MiB")
@@ -149,7 +149,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.events.clear()
 
 
-def _address(x: Tensor) -> int:
+def storage_address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
@@ -186,5 +186,5 @@ def _computes_nothing(
         return bool(function.is_view)
     if function.overloadpacket.__name__.removeprefix("new_").startswith("empty"):
         return True
-    storages = {_address(x) for x in operands}
-    return all(_address(x) in storages for x in tensors)
+    storages = {storage_address(x) for x in operands}
+    return all(storage_address(x) in storages for x in tensors)
