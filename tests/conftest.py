@@ -142,6 +142,23 @@ def forget_what_dynamo_compiled():
         torch._dynamo.reset()
 
 
+@pytest.fixture
+def repeated(monkeypatch):
+    """The repeated callables of the graphs that a test compiles."""
+    from atomc.compiler import callable_of
+    from atomc.replay.repeated import Repeated
+
+    callables = []
+
+    class Noted(Repeated):
+        def __init__(self, *args):
+            super().__init__(*args)
+            callables.append(self)
+
+    monkeypatch.setattr(callable_of, "Repeated", Noted)
+    return callables
+
+
 @pytest.fixture(scope="module")
 def compiled_once():
     """Programs that another test of this run compiled are loaded: for tests of what runs them."""

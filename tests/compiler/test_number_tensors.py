@@ -4,9 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
-from atomc.compiler import callable_of
 from atomc.compiler.number_tensors import number_tensors
-from atomc.replay.repeated import Repeated
 
 
 def inputs_of_calls(function, *calls):
@@ -76,16 +74,8 @@ def test_an_integer_that_a_tensor_would_not_equal_stays_one(function):
 @pytest.mark.parametrize(
     "name", ["gemma3_text", pytest.param("mistral", marks=pytest.mark.rotating)]
 )
-def test_decoding_with_a_static_cache_is_one_kind_of_call(name, monkeypatch):
+def test_decoding_with_a_static_cache_is_one_kind_of_call(name, repeated):
     """Their sliding layers count tokens in an integer, from which the graph computes positions."""
-    repeated = []
-
-    class Noted(Repeated):
-        def __init__(self, *args):
-            super().__init__(*args)
-            repeated.append(self)
-
-    monkeypatch.setattr(callable_of, "Repeated", Noted)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     config = AutoConfig.for_model(name, sliding_window=8, **sizes, **heads)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._inductor.codecache import PyCodeCache
 
 import atomc
-from atomc.compiler import callable_of
 from atomc.replay.arenas import KEPT_BYTES, Arenas, View
 from atomc.replay.repeated import Repeated
 
@@ -34,20 +33,6 @@ class Counter(nn.Module):
         self.cache.index_copy_(0, self.steps[None] % CALLS, y[:1])
         self.steps.add_(1)
         return torch.sin(y).cumsum(-1) * torch.cos(y), self.cache.sum(0)
-
-
-@pytest.fixture
-def repeated(monkeypatch):
-    """The repeated callables of the graphs that a test compiles."""
-    callables = []
-
-    class Noted(Repeated):
-        def __init__(self, *args):
-            super().__init__(*args)
-            callables.append(self)
-
-    monkeypatch.setattr(callable_of, "Repeated", Noted)
-    return callables
 
 
 def counters(**options):

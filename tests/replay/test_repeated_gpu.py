@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atomc
-from atomc.compiler import callable_of
 from atomc.replay.repeated import Repeated
 
 pytestmark = pytest.mark.gpu
@@ -28,20 +27,6 @@ class Block(nn.Module):
         gate, up = self.up(self.norm(x)).chunk(2, dim=-1)
         y = x + self.down(F.silu(gate) * up)
         return torch.sin(y).cumsum(-1) * torch.cos(y) + y.flip(-1)
-
-
-@pytest.fixture
-def repeated(monkeypatch):
-    """The repeated callables of the graphs that a test compiles."""
-    callables = []
-
-    class Noted(Repeated):
-        def __init__(self, *args):
-            super().__init__(*args)
-            callables.append(self)
-
-    monkeypatch.setattr(callable_of, "Repeated", Noted)
-    return callables
 
 
 @pytest.fixture
