@@ -20,6 +20,8 @@ from atomc.torch_compat.core import (
     GraphFunction,
     Input,
     Outputs,
+    addresses,
+    are_at,
     is_static_input,
     without_torch_functions,
 )
@@ -166,11 +168,7 @@ class Graphed:
         return None
 
     def _fits(self, entry: "_GraphEntry | None", args: Sequence[Input]) -> bool:
-        return entry is None or entry.pointers == self._pointers(args)
-
-    def _pointers(self, args: Sequence[Input]) -> list[int]:
-        inputs = [args[i] for i in self.static or ()]
-        return [x.data_ptr() for x in inputs if isinstance(x, Tensor)]
+        return entry is None or are_at(args, entry.addresses, self.static or ())
 
     def _refused(self, key: Key, args: Sequence[Input]) -> str | None:
         devices = _devices(args)
@@ -197,7 +195,7 @@ class Graphed:
         shapes = [list(buffer.tensor.shape) for buffer, _ in copied]
         record: GraphRecord = {"inputs": shapes, "bytes": captured.bytes}
         self.graphs.append(record)
-        return _GraphEntry(captured, copied, self._pointers(args), record)
+        return _GraphEntry(captured, copied, addresses(args), record)
 
 
 def why_syncing(kernels: Sequence[str]) -> str:
@@ -211,13 +209,13 @@ def _devices(args: Sequence[Input]) -> set[torch.device]:
 
 @dataclass
 class _GraphEntry:
-    """A captured call, its (buffer, input number) pairs, the addresses of the static inputs, and
-    what the report says of it.
+    """A captured call, its (buffer, input number) pairs, the addresses of the inputs, of which
+    static ones must stay, and what the report says of it.
     """
 
     graph: CapturedCall[Outputs]
     copied: list[tuple[StaticBuffer, int]]
-    pointers: list[int]
+    addresses: list[int | None]
     record: GraphRecord
 
 

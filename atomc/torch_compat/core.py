@@ -51,6 +51,23 @@ def storage_use_count(tensor: Tensor) -> int:
     )  # minus the storage object created here
 
 
+def addresses(inputs: Sequence[Input]) -> list[int | None]:
+    """Where the first elements of tensors lie; None of other inputs."""
+    return [x.data_ptr() if isinstance(x, Tensor) else None for x in inputs]
+
+
+# In torch built for CUDA: (inputs as a list, addresses, numbers of inputs) -> whether those inputs
+# lie there.
+_ARE_AT = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def are_at(inputs: Sequence[Input], expected: Sequence[int | None], numbers: Sequence[int]) -> bool:
+    """Whether the inputs with these numbers, tensors, lie where expected."""
+    if _ARE_AT is not None:
+        return bool(_ARE_AT(list(inputs), expected, numbers))
+    return addresses([inputs[i] for i in numbers]) == [expected[i] for i in numbers]
+
+
 def torch_modes_active() -> bool:
     """Whether a torch function or dispatch mode is active, such as a default device or a fake
     mode.

@@ -28,6 +28,7 @@ from atomc.runtime.execution.graphs import StepGraphs, decode_sizes, launched_sh
 from atomc.runtime.execution.input_batch import StepShape
 from atomc.runtime.llm import LLM
 from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.torch_compat import core
 from atomc.weights.parameters import fill_randomly
 
 TINY = {
@@ -493,3 +494,16 @@ def test_a_known_graph_is_replayed_outside_of_torch_functions(monkeypatch):
     assert all(checked(5, weight)) and len(graphs) == 2
     assert check(5, other) and len(graphs) == 2, "the graph of other addresses is replaced"
     assert [check(2, weight), check(5, other), len(graphs)] == [0, 0, 2]
+
+
+@pytest.mark.parametrize("in_python", [True, False])
+def test_addresses_are_compared_for_the_inputs_with_these_numbers(monkeypatch, in_python) -> None:
+    if in_python:
+        monkeypatch.setattr(core, "_ARE_AT", None)
+    elif core._ARE_AT is None:
+        pytest.skip("torch is not built for CUDA")
+    inputs = (torch.zeros(3), 2, torch.zeros(3), None, torch.zeros(0))
+    expected = core.addresses(inputs)
+    assert core.are_at(inputs, expected, [0, 2, 4]) and core.are_at(inputs, expected, [])
+    moved = (inputs[0], 3, inputs[2].clone(), None, inputs[4])
+    assert core.are_at(moved, expected, [0, 4]) and not core.are_at(moved, expected, [0, 2])
