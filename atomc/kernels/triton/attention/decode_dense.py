@@ -187,9 +187,10 @@ def attention(
     batch, num_new, num_heads, width = q.shape
     num_keys, kv_heads = k.shape[1:3]
     group = num_heads // kv_heads
+    block = BLOCK_N if width <= 128 else BLOCK_N // 2
     # Two programs per multiprocessor, each with at least two tiles of keys.
     programs = 2 * multiprocessors(q.device) // (batch * kv_heads)
-    splits = max(min(programs, triton.cdiv(num_keys, 2 * BLOCK_N), MAX_SPLITS), 1)
+    splits = max(min(programs, triton.cdiv(num_keys, 2 * block), MAX_SPLITS), 1)
     into, lse = empty_splits(q, width, splits)
     of_all = Mask(None)
     if mask is not None:
@@ -207,7 +208,7 @@ def attention(
         N=num_heads,
         GROUP=group,
         D=width,
-        BLOCK_N=BLOCK_N if width <= 128 else BLOCK_N // 2,
+        BLOCK_N=block,
         CAUSAL=causal,
         WINDOW=window,
         SOFTCAP=softcap != 0.0,
