@@ -108,13 +108,27 @@ def forward_of(model: Any, name: str, batch: int, tokens: int) -> Callable[..., 
     return lambda way: way(input_ids=ids, attention_mask=mask).last_hidden_state
 
 
-def generate(model: Any, ids: Tensor, way: str, mode: str, tokens: int) -> Tensor:
-    """The tokens that `generate` adds to ids, greedily, with a static cache."""
-    from transformers import CompileConfig
+def generate(
+    model: Any, ids: Tensor, way: str, mode: str, tokens: int
+) -> tuple[Tensor, list[float]]:
+    """The tokens that `generate` adds to ids, greedily, with a static cache, and when it had each,
+    in seconds.
+    """
+    from transformers import CompileConfig, StoppingCriteria
+
+    class Times(StoppingCriteria):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.times: list[float] = []
+            self.no = torch.zeros(len(ids), dtype=torch.bool, device="cuda")
+
+        def __call__(self, *arguments: object, **options: object) -> Tensor:
+            self.times.append(time.perf_counter())
+            return self.no
 
     how: dict[str, Any] = {"disable_compile": True}
     if way != "eager":
         how = {"compile_config": CompileConfig(backend=way, mode=mode, fullgraph=False)}
+    times = Times()
     out = model.generate(
         ids,
         max_new_tokens=tokens,
@@ -122,9 +136,11 @@ def generate(model: Any, ids: Tensor, way: str, mode: str, tokens: int) -> Tenso
         cache_implementation="static",
         pad_token_id=0,
         eos_token_id=None,
+        stopping_criteria=[times],
         **how,
     )
-    return out[:, ids.shape[1] :]
+    torch.cuda.synchronize()
+    return out[:, ids.shape[1] :], times.times
 
 
 @contextmanager
@@ -154,12 +170,13 @@ def prepared(model: Any, name: str, workload: str, mode: str, way: str) -> tuple
         ids = torch.randint(5, 20000, (numbers[0], 128), device="cuda")
 
         def token() -> tuple[float, float]:
-            """Of a token: that of the first ones is left out, with that of the prompt."""
-            few, many = (timed(partial(run, tokens), 1) for tokens in (8, 40))
-            return (many[0] - few[0]) / 32, (many[1] - few[1]) / 32
+            """Of a token; the first ones, with the prompt and a new cache, are left out."""
+            times = run(40)[1][8:]
+            ms = 1e3 * (times[-1] - times[0]) / (len(times) - 1)
+            return ms, ms  # generate waits for each token
 
         run = partial(generate, model, ids, way, mode)
-        return partial(run, 16), token
+        return lambda: run(16)[0], token
     batch, tokens = numbers if len(numbers) == 2 else (1, numbers[0])
     compiled = model if way == "eager" else torch.compile(model, backend=way, mode=mode)
     call = partial(forward_of(model, name, batch, tokens), compiled)
