@@ -45,6 +45,11 @@ def window(size: int) -> Tensor:
     return (columns <= rows) & (columns > rows - size)
 
 
+def rows_from(first: int) -> Tensor:
+    """Rows from the first one on see all keys: [1, 1, T, T], the columns of a row one element."""
+    return (torch.arange(T)[None, None, :, None] >= first).expand(1, 1, T, T)
+
+
 PROVEN: dict[str, tuple[Callable[[], Tensor], tuple[bool, int]]] = {
     "packed, one sequence": (lambda: packed(counted()), (True, 0)),
     "packed, from another position on": (lambda: packed(counted(5)), (True, 0)),
@@ -54,6 +59,13 @@ PROVEN: dict[str, tuple[Callable[[], Tensor], tuple[bool, int]]] = {
     "a window that hides one key": (lambda: window(T - 1), (True, T - 1)),
     "a window that hides none": (lambda: window(T), (True, 0)),
     "all keys": (lambda: torch.ones(T, T, dtype=torch.bool), (False, 0)),
+    "all keys of every row": (lambda: torch.ones(1, T, dtype=torch.bool), (False, 0)),
+    "a comparison that all rows pass": (lambda: rows_from(0), (False, 0)),
+    "a comparison that all keys pass": (lambda: torch.arange(T)[None] < T, (False, 0)),
+    "comparisons that no position fails": (
+        lambda: window(3) & rows_from(0) & (torch.arange(2, T + 2) > 1.5),
+        (True, 3),
+    ),
 }
 STAYS: dict[str, Callable[[], Tensor]] = {
     "packed, each token alone": lambda: packed(counted(step=2)),
@@ -61,6 +73,11 @@ STAYS: dict[str, Callable[[], Tensor]] = {
     "one key more": lambda: torch.ones(T, T, dtype=torch.bool).tril(1),
     "later keys": lambda: torch.ones(T, T, dtype=torch.bool).triu(),
     "weak numbers": lambda: torch.full((T, T), -10.0).triu(1),
+    "the first key hidden": lambda: (torch.arange(T) >= 1)[None],
+    "the last key hidden": lambda: (torch.arange(T) < T - 1)[None],
+    "the last key hidden, inclusive": lambda: (torch.arange(T) <= T - 2)[None],
+    "the first row hidden": lambda: rows_from(1),
+    "no row visible": lambda: rows_from(T),
     "one row": lambda: torch.ones(1, T, dtype=torch.bool).tril(),
     "an index from the end": lambda: (
         torch.arange(T) <= torch.arange(T)[torch.arange(-1, T - 1)][:, None]

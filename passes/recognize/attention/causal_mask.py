@@ -7,6 +7,7 @@ positions do not go up by one. Positions that the graph counts itself are one se
 """
 
 import math
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -234,7 +235,7 @@ def _equal(node: Node, here: Call) -> Known:
 
 def _compared(node: Node, here: Call) -> Known:
     if len(here.operands) != 2:
-        return None
+        return _always(node, here)
     a, b = (_broadcast(operand, node) for operand in here.operands)
     if not isinstance(a, Position) or not isinstance(b, Position):
         return None
@@ -252,6 +253,22 @@ def _compared(node: Node, here: Call) -> Known:
         "ge": Band(low=shift),
         "gt": Band(low=shift + 1),
     }[op]
+
+
+def _always(node: Node, here: Call) -> Known:
+    """Comparisons of positions and a number that are True for every position, or for none."""
+    truth, number = _known(here.operands[0]), here.attrs.get("other")
+    if not isinstance(truth, Position) or truth.rounded or not isinstance(number, int | float):
+        return None
+    size = value(here.operands[0]).shape[truth.dim]
+    first = truth.offset
+    last = first + size - 1 if isinstance(size, int) else math.inf
+    if here.op in ("lt", "le"):
+        first, last, number = -last, -first, -number
+    compare = operator.ge if here.op in ("ge", "le") else operator.gt
+    if compare(first, number):
+        return Band()
+    return None if compare(last, number) else 0.0
 
 
 def _both(node: Node, here: Call) -> Known:

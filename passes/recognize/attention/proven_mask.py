@@ -47,14 +47,14 @@ def proven_masks(gm: GraphModule, context: Context) -> Iterator[Fired]:
 def _visible_keys(operands: list[Node], mask: Node) -> Band | None:
     """The visible keys, if these are all keys, or those up to a query, perhaps in a window."""
     rows, keys = (value(operand).shape[-3] for operand in operands[:2])
-    if not all(map(known_equal, value(mask).shape[-2:], (rows, keys))):
-        return None
     try:
         band = visible(mask, mask, HIDES, true_hides=False)
     except Unlike:
         return None
     if band is None or band == Band():
         return band
+    if not all(map(known_equal, value(mask).shape[-2:], (rows, keys))):
+        return None
     # A row before the window sees no key if there are fewer keys than queries.
     seen = band.low == -math.inf or (band.low <= 0 and known_equal(rows, keys))
     return band if band.high == 0 and seen else None
