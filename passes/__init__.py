@@ -18,6 +18,7 @@ from atomc.passes import (
     reinplace,
     select_mla_form,
 )
+from atomc.passes.canonicalize import contiguous_sums
 from atomc.passes.fuse import (
     activation_quant,
     add_norm,
@@ -81,6 +82,12 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(layer_norm.LAYER_NORM, after=["canonicalize"]),
     Pass("columns_of_pairs", columns_of_pairs.columns_of_pairs, after=["tidy"], cleanup=True),
     rewriting(rms_norm.RMS_NORM, *rms_norm.OTHER_NORMS, after=["layer_norm"]),
+    Pass(
+        "contiguous_sums",
+        contiguous_sums.contiguous_sums,
+        after=["layer_norm", "rms_norm"],
+        cleanup=True,
+    ),
     rewriting(experts.MOE_EXPERTS, after=["canonicalize", "columns_of_pairs"]),
     rewriting(route.TOPK_ROUTE, after=["canonicalize"]),
     Pass("ids_as_chosen", experts.ids_as_chosen, after=["topk_route", "moe_experts"], cleanup=True),

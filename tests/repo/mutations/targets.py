@@ -222,7 +222,9 @@ passes/fuse/sums_behind_views.py | passes/test_collective_fusion.py | _can_move
 passes/lift.py | compiler/test_strides.py passes/test_lift_in_bf16.py passes/test_patch_embedding.py | _embedding _patch _rms_norm
 passes/lora.py | runtime/execution/test_lora.py -k 'quantized_layers' -m '' | _input
 passes/merge/linears.py | weights/test_padded_weights.py | _zero_rows
+passes/canonicalize/contiguous_sums.py | passes/test_contiguous_sums.py
 passes/recognize/attention/causal_mask.py | passes/test_attention_by_hand.py | _broadcast _compared
+passes/recognize/attention/causal_mask.py | passes/test_proven_masks.py | _always
 passes/recognize/attention/mask_argument.py | passes/test_attention_by_hand.py | sum_of_masks visible_keys
 passes/recognize/attention/match_site.py | passes/test_attention_by_hand.py | _scores_shape
 passes/recognize/collectives.py | passes/test_collective_fusion.py | _cases_of
