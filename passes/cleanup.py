@@ -172,16 +172,31 @@ def _same_as(node: Node) -> Node | None:
 
 def _cloned(node: Node, here: Call) -> Node | None:
     """The input of a clone with the same strides, as dropout makes in eval mode, or of the clone
-    that lifting adds to a norm whose input is not dense, or to transposed heads of attention.
+    that lifting adds to a norm whose input is not dense, or to transposed heads of attention; or
+    heads that only attention reads, of which kernels take any order.
     """
     [source] = here.operands
     lifted = call(source).op == "atom::rms_norm" or _is_transposed_attention(source)
+    lifted = lifted or (call(source).op == "permute" and _only_attention_reads(node))
     return source if lifted or same_strides(value(source), value(node)) else None
 
 
 def _is_transposed_attention(node: Node) -> bool:
     here = call(node)
     return here.op == "permute" and call(here.operands[0]).op == "atom::attention"
+
+
+def _only_attention_reads(heads: Node) -> bool:
+    """Whether all readers are transposes to tokens before heads, for queries, keys or values."""
+    [source] = call(heads).operands
+    return known_equal(value(source).stride(-1), 1) and all(
+        call(node).op == "permute"
+        and all(
+            call(reader).op == "atom::attention" and node not in call(reader).operands[3:]
+            for reader in node.users
+        )
+        for node in heads.users
+    )
 
 
 def _overwritten(node: Node, here: Call) -> Node | None:

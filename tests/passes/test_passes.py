@@ -766,6 +766,41 @@ def test_a_copy_with_other_strides_stays():
     assert "clone" in text
 
 
+def attended_copies(x, rest=lambda copies: 0, heads=lambda x: x.unflatten(-1, (4, -1))):
+    """Attention over contiguous copies of three times the heads of x [1, T, 4 * D]."""
+    copies = [(heads(x * i)).transpose(1, 2).contiguous() for i in (1, 2, 3)]
+    return F.scaled_dot_product_attention(*copies).amax() + rest(copies)
+
+
+def test_copies_of_heads_that_only_attention_reads_go():
+    text = tidied(attended_copies, torch.randn(1, 5, 32))
+    assert "attention" in text and "clone" not in text
+
+
+@pytest.mark.parametrize(
+    ("function", "copies"),
+    [
+        (lambda x: attended_copies(x, lambda copies: copies[1]), 1),
+        (lambda x: attended_copies(x, lambda copies: copies[0].transpose(1, 2).sum()), 1),
+        # Elements of a head that lie apart are no operand of a kernel.
+        (lambda x: attended_copies(x, heads=lambda x: x.unflatten(-1, (-1, 4)).mT), 3),
+    ],
+    ids=["read elsewhere", "transposed, read elsewhere", "heads with gaps"],
+)
+def test_copies_of_heads_that_others_read_or_with_gaps_stay(function, copies):
+    text = tidied(function, torch.randn(1, 5, 32))
+    assert "attention" in text and text.count("clone") == copies
+
+
+def test_a_copied_mask_stays():
+    def function(x, bias):
+        q = k = v = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        mask = bias.exp().transpose(1, 2).contiguous().transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, mask).amax()
+
+    assert "clone" in tidied(function, torch.randn(1, 5, 32), torch.randn(1, 4, 5, 5))
+
+
 def test_inputs_that_are_swapped_through_a_copy_keep_their_values():
     def function(x, y):
         before = x.clone()
