@@ -12,12 +12,14 @@ from kernel_cases.attention import attended
 from kernel_cases.draw import Draw
 from refusals import refusal_text
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import atomc
 from atomc import kernels, ops
 from atomc.platform import Platform
 
 kernels.load("cuda")
+kernels.load("torch")
 H200 = Platform.named("h200")
 T4 = replace(H200, arch="sm75", capability=(7, 5))
 
@@ -227,3 +229,26 @@ def test_what_runs_is_cudnn() -> None:
         kernel_of(ops.attention).function(**given)
         torch.cuda.synchronize()
     assert any("cudnn" in event.key for event in profile.key_averages())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [197, 200])
+@pytest.mark.parametrize("kind", ["rows", "bias"])
+def test_a_mask_whose_columns_lie_apart_keeps_the_fused_kernels_of_torch(
+    kind: str, keys: int
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, keys, 4, 64, device="cuda", dtype=torch.float16)
+    mask = torch.arange(keys, device="cuda")[None, None, :, None] >= 3
+    mask = mask.expand(2, 1, keys, keys)
+    if kind == "bias":
+        mask = torch.randn(2, keys, keys, 4, device="cuda", dtype=q.dtype).permute(0, 3, 1, 2)
+    [kernel] = [each for each in ops.attention.kernels if each.provider == "torch"]
+    fused = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(fused):
+        out = kernel.function(q, k, v, None, mask, scale=0.125, causal=False)
+    wide = (mask if kind == "rows" else mask.double()).contiguous()
+    heads = (x.double().transpose(1, 2) for x in (q, k, v))
+    exact = F.scaled_dot_product_attention(*heads, wide, scale=0.125).transpose(1, 2)
+    seen = slice(3, None)  # rows before see no key in one of both
+    torch.testing.assert_close(out[:, seen].double(), exact[:, seen], rtol=2e-3, atol=2e-3)

@@ -45,6 +45,8 @@ def attention(
     mask = _seen(q, k, mask, causal, window)
     if mask is not None and mask.dim() == 3:
         mask = mask[None]  # torch's fused kernels take masks of two or four dimensions
+    if mask is not None and q.is_cuda and mask.stride(-1) != 1:
+        mask = mask.contiguous()  # its fused kernels for CUDA take no other
     heads, keys, values = q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
     causal = causal and mask is None
     if q.is_cpu and q.dtype != torch.float32 and q.shape[-3] == 1 and not causal:
