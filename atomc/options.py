@@ -34,8 +34,8 @@ class Options:
     rounding   "fp32": rewrites and kernels may keep fp32 where the model rounds in between; "hf":
                they may not
     glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor, if it
-               works on this machine and there are more than a few ops; in the runtime on a CPU:
-               eager)
+               works on this machine and there are more than a few ops, or on a GPU a few that move
+               much; in the runtime on a CPU: eager)
     providers  providers of kernels in order of preference, () for the default of the platform
     kv_cache_dtype  "auto": as the checkpoint specifies, else the dtype of keys and values; "fp8":
                     e4m3, half the size of 16 bits

@@ -26,10 +26,11 @@ from atomc.capture.variable_floats import show_as_numbers, show_as_tensors
 from atomc.compiler import pipeline
 from atomc.compiler.assemble import assemble
 from atomc.compiler.lower_ranges import copy_graph, lower_ranges
-from atomc.compiler.partition import FEW_OPS, compile_glue, glue_of, left_for_glue
+from atomc.compiler.partition import compile_glue, glue_of
 from atomc.compiler.phases import timed
 from atomc.compiler.sink_pointwise import sink_pointwise
 from atomc.compiler.summarize_graph import summarize_graph
+from atomc.compiler.worth_inductor import why_eager
 from atomc.dumps.dump import Dumper
 from atomc.files.json_types import JSONLike
 from atomc.graph import structured_trace
@@ -170,7 +171,7 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
     lowered = lower_ranges(gm, context, report, eager=glue == "eager")
 
     if context.build:
-        functions = [_function(one.graph, glue, options, report, recorder) for one in lowered]
+        functions = [_function(one.graph, glue, context, report, recorder) for one in lowered]
     else:
         functions = [graph_function(gm)] * len(lowered)
     layout = lowered[0].layout
@@ -180,26 +181,23 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
 
 
 def _function(
-    gm: GraphModule, glue: str, options: Options, report: Report, recorder: Recorder | None
+    gm: GraphModule, glue: str, context: Context, report: Report, recorder: Recorder | None
 ) -> CompiledFunction:
     """The function of a lowered graph, which the recorder watches if there is one."""
     with timed(report, "glue"):
         original = copy_graph(gm) if recorder else gm
-        function = _glue(gm, glue, options, report)
+        function = _glue(gm, glue, context, report)
         return recorder.wrap(original, function) if recorder else function
 
 
-def _glue(gm: GraphModule, glue: str, options: Options, report: Report) -> CompiledFunction:
+def _glue(gm: GraphModule, glue: str, context: Context, report: Report) -> CompiledFunction:
     """A function that calls the kernels of a lowered graph and runs the ops between them."""
     if glue == "eager":
         return graph_function(gm)
     sink_pointwise(gm.graph)
-    if options.glue == "auto" and (count := left_for_glue(gm)) <= FEW_OPS:
-        _note_glue(
-            report,
-            "eager",
-            f"eager here: {count} ops between kernels are too few to start Inductor for",
-        )
+    options = context.options
+    if options.glue == "auto" and (why := why_eager(gm, context.platform)):
+        _note_glue(report, "eager", f"eager here: {why}")
         return graph_function(gm)
     function, pieces = compile_glue(gm, inductor_patches(options))
     _note_glue(report, glue, pieces)

@@ -3,8 +3,6 @@
 import contextlib
 import operator
 import shutil
-import sys
-from collections import Counter
 from collections.abc import Hashable, Sequence, Set
 
 import torch
@@ -35,11 +33,6 @@ _TRIVIAL = (
 )  # fmt: skip
 
 
-# At most so many ops in runs between the kernels of a graph run eagerly, such as the embedding and
-# the tables of positions of a served model: they take some us a step, the start of Inductor 5 s.
-FEW_OPS = 20
-
-
 def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
     """("inductor" or "eager", why) for this platform."""
     if options.glue != "auto":
@@ -61,7 +54,7 @@ def compile_glue(gm: GraphModule, patches: JSONMapping) -> tuple[CompiledFunctio
     if not kernels:
         return _compile_piece(gm, _examples(gm), mode, patches), "1 piece" + _known(loaded)
     _gather_parts(gm.graph)
-    number = _piece_numbers(gm, _views_for_kernels(gm.graph))
+    number = piece_numbers(gm, _views_for_kernels(gm.graph))
     copy_numbers(gm.graph, number)
     split = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
     compiled: dict[Hashable, CompiledFunction] = {}
@@ -158,7 +151,7 @@ def _views_for_kernels(graph: Graph) -> set[Node]:
     views: set[Node] = set()
     for node in reversed(list(graph.nodes)):
         # A part of a tuple stays with it.
-        is_view = _name(node) in _TRIVIAL and node.target is not operator.getitem
+        is_view = is_trivial(node) and node.target is not operator.getitem
         is_view = is_view and isinstance(node.meta.get("val"), Tensor)
         if (
             is_view
@@ -171,7 +164,7 @@ def _views_for_kernels(graph: Graph) -> set[Node]:
     return views
 
 
-def _piece_numbers(gm: GraphModule, views: Set[Node] = frozenset()) -> dict[Node, int]:
+def piece_numbers(gm: GraphModule, views: Set[Node] = frozenset()) -> dict[Node, int]:
     """Runs of kernels and runs of glue, numbered in order. views: are no glue."""
     number, current, in_kernels = {}, 0, None
     for node in gm.graph.nodes:
@@ -186,31 +179,17 @@ def _piece_numbers(gm: GraphModule, views: Set[Node] = frozenset()) -> dict[Node
     return number
 
 
-def left_for_glue(gm: GraphModule) -> int:
-    """The number of ops between kernels that compute tensors, without those that stand alone, which
-    Inductor could fuse with nothing; sys.maxsize without kernels. The reference of an op counts as
-    four.
-    """
-    number = _piece_numbers(gm)
-    if not any(record_of(node).kernel for node in number):
-        return sys.maxsize
-    in_piece: Counter[int] = Counter()
-    for node, piece in number.items():
-        if (
-            not record_of(node).kernel
-            and _name(node) not in _TRIVIAL
-            and isinstance(node.meta.get("val"), Tensor)
-        ):
-            in_piece[piece] += 4 if record_of(node).op else 1
-    return sum(count for count in in_piece.values() if count > 1)
-
-
 def worth_compiling(piece: GraphModule) -> bool:
     """Whether a piece holds glue that Inductor can make faster: neither kernels nor views only."""
     calls = [node for node in piece.graph.nodes if node.op == "call_function"]
     return not any(record_of(node).kernel for node in calls) and any(
-        _name(node) not in _TRIVIAL for node in calls
+        not is_trivial(node) for node in calls
     )
+
+
+def is_trivial(node: Node) -> bool:
+    """Whether a piece of only such nodes is not compiled."""
+    return _name(node) in _TRIVIAL
 
 
 def _name(node: Node) -> str:

@@ -18,8 +18,7 @@ import atomc
 import atomc.compiler.partition
 from atomc import ops
 from atomc.capture import regions
-from atomc.compiler.partition import left_for_glue, structural_hash
-from atomc.graph.node_record import NodeRecord, set_record
+from atomc.compiler.partition import structural_hash
 from atomc.torch_compat import inductor
 from atomc.torch_compat.inductor import kernels_at_once, num_cache_hits
 
@@ -270,24 +269,3 @@ def test_inductor_is_started_where_it_fuses_ops_of_many_layers() -> None:
     compiled = torch.compile(model, backend="atom", options={"strict": True})
     torch.testing.assert_close(compiled(X), model(X))
     assert any("20 pieces" in note for note in atomc.reports()[-1].notes)
-
-
-def lowered(function: Any) -> GraphModule:
-    """The graph of a function of X, where each cos is a kernel and each hypot a reference."""
-    gm = piece(function, X)
-    for node in gm.graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        records = {
-            "cos.default": NodeRecord(kernel="triton"),
-            "hypot.default": NodeRecord(op="f"),
-        }
-        set_record(node, records.get(name, NodeRecord()))
-    return gm
-
-
-def test_only_ops_that_inductor_can_fuse_with_others_between_kernels_count() -> None:
-    alone = lowered(lambda x: (((x.cos() + 1).cos() + 2).view(16, 5).t().cos() + 3).cos())
-    assert left_for_glue(alone) == 0
-    assert left_for_glue(lowered(lambda x: ((x.cos() + 1).view(-1) * 2).cos() + 3)) == 2
-    assert left_for_glue(lowered(lambda x: x.cos().hypot(x).cos())) == 4
-    assert left_for_glue(lowered(lambda x: (x + 1) * 2)) == sys.maxsize

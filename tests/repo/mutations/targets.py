@@ -67,6 +67,7 @@ atomc/cli/planning.py | planning/test_plan_stages.py | run
 atomc/compiler/bind_sizes.py | compiler/test_partition.py | copy_numbers
 atomc/compiler/lower_ranges.py | weights/test_prepared_weights.py | _preparable
 atomc/compiler/partition.py | compiler/test_partition.py
+atomc/compiler/worth_inductor.py | compiler/test_worth_inductor.py
 atomc/compiler/pipeline.py | kernels/test_batch_invariant.py -k 'quantized_experts' | _Run.checked
 atomc/compiler/select.py | kernels/test_batch_invariant.py -k 'quantized_experts' | _joins_rows
 atomc/compiler/sink_pointwise.py | passes/test_sink_pointwise.py
