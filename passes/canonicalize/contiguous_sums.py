@@ -37,7 +37,9 @@ def contiguous_sums(gm: GraphModule, context: Context) -> Iterator[Fired]:
         rows = insert(
             node, torch.ops.aten.clone.default, source, memory_format=torch.contiguous_format
         )
-        changed = values_behind(node, values.of(node, {source: value(rows)}), values)
+        total = values.of(node, {source: value(rows)})
+        assert isinstance(total, Tensor)
+        changed = values_behind(node, total, values)
         if changed is None:
             gm.graph.erase_node(rows)
             continue

@@ -261,14 +261,13 @@ def _always(node: Node, here: Call) -> Known:
     if not isinstance(truth, Position) or truth.rounded or not isinstance(number, int | float):
         return None
     size = value(here.operands[0]).shape[truth.dim]
-    first = truth.offset
-    last = first + size - 1 if isinstance(size, int) else math.inf
-    if here.op in ("lt", "le"):
-        first, last, number = -last, -first, -number
+    last = truth.offset + size - 1 if isinstance(size, int) else math.inf
+    least, most = (truth.offset, last) if here.op in ("ge", "gt") else (-last, -truth.offset)
+    limit = number if here.op in ("ge", "gt") else -number
     compare = operator.ge if here.op in ("ge", "le") else operator.gt
-    if compare(first, number):
+    if compare(least, limit):
         return Band()
-    return None if compare(last, number) else 0.0
+    return None if compare(most, limit) else 0.0
 
 
 def _both(node: Node, here: Call) -> Known:
