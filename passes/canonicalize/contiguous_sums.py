@@ -56,4 +56,4 @@ def _is_norm(node: Node) -> bool:
 
 def _has_gaps(x: Tensor) -> bool:
     """Whether the elements of its rows may be apart."""
-    return x.dim() > 1 and not known_equal(x.stride(-1), 1) and not known_equal(x.shape[-1], 1)
+    return x.dim() > 0 and not known_equal(x.stride(-1), 1) and not known_equal(x.shape[-1], 1)

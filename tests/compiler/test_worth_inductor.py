@@ -48,6 +48,9 @@ def test_the_share_counts_what_is_written_and_read_between_two_ops(mode: str) ->
     assert unfused_share(lowered(lambda x: (x.cos() + 1).t().contiguous().cos(), mode)) == (
         pytest.approx(2 / 8)
     )
+    # Of 4 and 2 bytes: cos 4 + 4, the cast 4 + 2, both others 2 + 2; two of 2 stay between.
+    halves = unfused_share(lowered(lambda x: (x.cos().half() + 1) * 2, mode))
+    assert halves == pytest.approx(2 * 4 / 22)
 
 
 @pytest.mark.parametrize(

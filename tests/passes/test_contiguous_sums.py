@@ -40,10 +40,17 @@ def test_the_order_of_the_operands_does_not_matter() -> None:
     assert changed(lambda x, r: norm(r + x.transpose(1, 2)), CHANNELS_FIRST, ROWS) == 1
 
 
+def test_a_sum_may_have_any_rank() -> None:
+    assert changed(lambda x, r: norm(r + x[0].t()), CHANNELS_FIRST, ROWS) == 1
+    assert changed(lambda x, r: norm(r[0] + x[0, :, 0]), CHANNELS_FIRST, ROWS) == 1
+
+
 STAYS = {
     "no norm": lambda x, rows: (x.exp().transpose(1, 2) + rows).sum(-1),
     "contiguous rows": lambda x, rows: norm(x.exp().transpose(1, 2).contiguous() + rows),
     "both have gaps": lambda x, rows: norm((y := x.exp().transpose(1, 2)) + y.sin()),
+    "a number": lambda x, rows: norm(rows + x.sum()),
+    "columns of one element": lambda x, rows: F.layer_norm(x.exp()[:, :1].mT + rows[:, :1], (1,)),
     "one row for all": lambda x, rows: norm(x[:1, :, :1].exp().transpose(1, 2) + rows),
     "the graph returns it": lambda x, rows: ((y := x.exp().transpose(1, 2) + rows), norm(y)),
     "a view needs its strides": lambda x, rows: (

@@ -7,7 +7,6 @@ positions do not go up by one. Positions that the graph counts itself are one se
 """
 
 import math
-import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -256,18 +255,15 @@ def _compared(node: Node, here: Call) -> Known:
 
 
 def _always(node: Node, here: Call) -> Known:
-    """Comparisons of positions and a number that are True for every position, or for none."""
-    truth, number = _known(here.operands[0]), here.attrs.get("other")
+    """Comparisons with a number that are True for every position."""
+    [operand], number = here.operands, here.attrs.get("other")
+    truth = _known(operand)
     if not isinstance(truth, Position) or truth.rounded or not isinstance(number, int | float):
         return None
-    size = value(here.operands[0]).shape[truth.dim]
-    last = truth.offset + size - 1 if isinstance(size, int) else math.inf
-    least, most = (truth.offset, last) if here.op in ("ge", "gt") else (-last, -truth.offset)
-    limit = number if here.op in ("ge", "gt") else -number
-    compare = operator.ge if here.op in ("ge", "le") else operator.gt
-    if compare(least, limit):
-        return Band()
-    return None if compare(most, limit) else 0.0
+    size, first = value(operand).shape[truth.dim], truth.offset
+    last = first + size - 1 if isinstance(size, int) else math.inf
+    always = {"ge": first >= number, "gt": first > number, "le": last <= number, "lt": last < number}
+    return Band() if always[here.op] else None
 
 
 def _both(node: Node, here: Call) -> Known:
