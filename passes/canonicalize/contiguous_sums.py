@@ -28,7 +28,8 @@ def contiguous_sums(gm: GraphModule, context: Context) -> Iterator[Fired]:
     """
     values = Values(gm.graph)
     for node in list(gm.graph.nodes):
-        if call(node).op != "add" or not any(map(_is_norm, node.users)):
+        is_read = call(node).op == "add" and any(map(_is_norm, node.users))
+        if not is_read or not _has_gaps(value(node)):
             continue
         strided = [operand for operand in call(node).operands if _has_gaps(value(operand))]
         if len(strided) != 1 or not same_shape(value(strided[0]), value(node)):
