@@ -43,6 +43,17 @@ def test_a_sum_may_have_any_rank_and_order() -> None:
     )
 
 
+def test_others_may_read_the_sum_too() -> None:
+    assert (
+        changed(
+            lambda x, r: norm(y := x.exp().transpose(1, 2) + r).amax() + y.sin().amax(),
+            CHANNELS_FIRST,
+            ROWS,
+        )
+        == 1
+    )
+
+
 STAYS = {
     "no norm": lambda x, rows: (x.exp().transpose(1, 2) + rows).sum(-1),
     "a contiguous sum": lambda x, rows: norm(rows.expand(2, 5, 8).exp() + x.exp().transpose(1, 2)),

@@ -42,11 +42,7 @@ def attention(
             q[None], k[None], v[None], None, mask, scale=scale, causal=causal, window=window
         )
         return out[0]
-    mask = _seen(q, k, mask, causal, window)
-    if mask is not None and mask.dim() == 3:
-        mask = mask[None]  # torch's fused kernels take masks of two or four dimensions
-    if mask is not None and q.is_cuda and mask.stride(-1) != 1:
-        mask = mask.contiguous()  # its fused kernels for CUDA take no other
+    mask = _fusable(_seen(q, k, mask, causal, window))
     heads, keys, values = q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
     causal = causal and mask is None
     if q.is_cpu and q.dtype != torch.float32 and q.shape[-3] == 1 and not causal:
@@ -77,6 +73,16 @@ def _seen(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int) 
     if mask is None:
         return seen
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+
+
+def _fusable(mask: Tensor | None) -> Tensor | None:
+    """The mask as torch's fused kernels take it: with two or four dimensions, and on CUDA with
+    contiguous rows.
+    """
+    if mask is None:
+        return None
+    mask = mask[None] if mask.dim() == 3 else mask
+    return mask.contiguous() if mask.is_cuda and mask.stride(-1) != 1 else mask
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
