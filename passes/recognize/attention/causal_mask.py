@@ -262,7 +262,12 @@ def _always(node: Node, here: Call) -> Known:
         return None
     size, first = value(operand).shape[truth.dim], truth.offset
     last = first + size - 1 if isinstance(size, int) else math.inf
-    always = {"ge": first >= number, "gt": first > number, "le": last <= number, "lt": last < number}
+    always = {
+        "ge": first >= number,
+        "gt": first > number,
+        "le": last <= number,
+        "lt": last < number,
+    }
     return Band() if always[here.op] else None
 
 
