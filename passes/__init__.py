@@ -17,6 +17,7 @@ from atomc.passes import (
     lower,
     reinplace,
     select_mla_form,
+    unread_sums,
 )
 from atomc.passes.canonicalize import contiguous_sums
 from atomc.passes.fuse import (
@@ -201,6 +202,12 @@ PIPELINE: tuple[Pass, ...] = (
     BMM_AND_WRITE,
     INDEX_QUERIES,
     Pass("expert_load", expert_load.expert_load, after=["moe_experts", "bind_state"], paged=True),
+    Pass(
+        "unread_sums",
+        unread_sums.unread_sums,
+        after=["add_layer_norm", "add_rms_norm_pad", "add_rms_norm_quant"],
+        cleanup=True,
+    ),
     Pass("reinplace", reinplace.reinplace),
 )
 

@@ -1,4 +1,5 @@
-"""RMSNorm and LayerNorm over the last dimension, alone and after a residual add.
+"""RMSNorm and LayerNorm over the last dimension, alone and after a residual add, whose sum is
+returned, too; without `keep_sum` it is empty, [0].
 
 Three RMSNorm styles, which differ in the order of rounding and scaling, cover the stock models:
 after     round the normalized row to x.dtype, then multiply by the weight (Llama, Qwen3, Mistral,
@@ -52,13 +53,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
 
 @norm_op(kind=Kind.NORM)
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    style: str = "after",
+    *,
+    keep_sum: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """rms_norm(x + residual), and the sum, which is the next residual. x and residual [..., D],
     weight [D] -> both [..., D], the sum in the promoted dtype of x and residual.
     """
     total = x + residual
-    return rms_norm.reference(total, weight, eps, style), total
+    y = rms_norm.reference(total, weight, eps, style)
+    return y, total if keep_sum else total.new_empty(0)
 
 
 @op(kind=Kind.NORM, rows="x")
@@ -71,10 +79,17 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 @op(kind=Kind.NORM, rows="x")
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    keep_sum: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """layer_norm(x + residual), and the sum, which is the next residual. x and residual [..., D],
     weight and bias [D] -> both [..., D].
     """
     total = x + residual
-    return layer_norm.reference(total, weight, bias, eps), total
+    y = layer_norm.reference(total, weight, bias, eps)
+    return y, total if keep_sum else total.new_empty(0)

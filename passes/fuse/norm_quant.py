@@ -28,7 +28,7 @@ def quantizing(
     """The rewrite of a norm and any quantizer of its result to `fused`, which takes the arguments
     of the norm, a scale before the style, and keeps the sum that the norm returns.
     """
-    names = norm.signature.parameters
+    names = [name for name in norm.signature.parameters if name != "keep_sum"]
 
     def split(arguments: dict[str, object]) -> tuple[list[object], Attributes]:
         """The arguments of the norm, and the captured attributes of the quantizer."""

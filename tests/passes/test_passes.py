@@ -503,6 +503,22 @@ def test_a_layer_norm_without_bias_or_weight_folds_the_add_before_it(weight):
     assert "add_layer_norm" in text and "None" in text
 
 
+def test_a_norm_after_an_add_leaves_out_a_sum_that_is_not_read():
+    def function(x, r, w, b):
+        total = x + F.layer_norm(x + r, (D,), w, b, 1e-5)
+        return total * ops.rms_norm(total, w, 1e-6)
+
+    names = ("canonicalize", "layer_norm", "add_rms_norm", "add_layer_norm", "unread_sums")
+    assert (
+        rewritten(passes_named("tidy", *names), function, X, R, W, B)
+        == """\
+%0 = add_layer_norm(x, r, w, b, 1e-05, keep_sum=False)
+%1 = add_rms_norm(x, %0.0, w, 1e-06, 'after')
+%2 = mul(%1.1, %1.0)
+return %2"""
+    )
+
+
 def test_a_sum_whose_view_is_read_twice_is_folded_into_its_norm():
     def function(x, r, w, b):  # as in OPT
         total = (x + r).view(-1, 4, D)

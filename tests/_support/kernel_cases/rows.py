@@ -118,6 +118,14 @@ def rms_norm_cases(residual: bool) -> Cases:
     return cases
 
 
+def left_out_sums(cases: Cases) -> Cases:
+    """The cases of a norm after an add, and some of them without the sum."""
+    return cases | {
+        f"{kind}, no sum": lambda draw, make=cases[kind]: make(draw) | {"keep_sum": False}
+        for kind in ("odd sizes", "no rows", "packed", "transposed")
+    }
+
+
 def layer_normed(
     draw: Draw, kind: str, residual: bool, weight: bool = True, bias: bool = True
 ) -> dict[str, Any]:

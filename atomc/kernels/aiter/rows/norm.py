@@ -57,14 +57,15 @@ def normed_sum(
     x: Tensor,
     residual: Tensor,
     *parameters: Tensor | float | None,
+    keep_sum: bool,
     **how: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual and this sum, which a function of AITER's writes."""
+    """The norm of x + residual and this sum, which a function of AITER's writes in any case."""
     flat, other = dense_rows(x), dense_rows(residual)
     out, total = torch.empty_like(flat), torch.empty_like(flat)
     if x.numel():
         function(out, flat, other, total, *parameters, **how)
-    return out.view(x.shape), total.view(x.shape)
+    return out.view(x.shape), total.view(x.shape) if keep_sum else total.new_empty(0)
 
 
 @ops.rms_norm.kernel("aiter", refuses=refuse_rms_norm, rounds="once")
@@ -79,10 +80,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
 
 @ops.add_rms_norm.kernel("aiter", refuses=refuse_rms_norm, rounds="once")
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str, keep_sum: bool
 ) -> tuple[Tensor, Tensor]:
     gemma = style == "one_plus"
-    return normed_sum(rmsnorm2d_fwd_with_add, x, residual, weight, eps, gemma_norm=gemma)
+    return normed_sum(
+        rmsnorm2d_fwd_with_add, x, residual, weight, eps, keep_sum=keep_sum, gemma_norm=gemma
+    )
 
 
 def without_affine(weight: Tensor | None, bias: Tensor | None) -> Refusal | None:
@@ -112,6 +115,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 @ops.add_layer_norm.kernel("aiter", refuses=_refuse_layer_norm, rounds="once")
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    keep_sum: bool,
 ) -> tuple[Tensor, Tensor]:
-    return normed_sum(layernorm2d_fwd_with_add, x, residual, weight, bias, eps)
+    return normed_sum(layernorm2d_fwd_with_add, x, residual, weight, bias, eps, keep_sum=keep_sum)

@@ -67,11 +67,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @ops.add_rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not x.numel():
-        return torch.empty_like(x), torch.empty_like(x)
-    out, total = fused_add_rmsnorm_pad(as_rows(x), weight, eps, as_rows(residual))
-    return out.view(x.shape), total.view(x.shape)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, keep_sum: bool
+) -> tuple[Tensor, Tensor]:
+    out, total = add_rms_norm_pad(x, residual, weight, eps, 0)
+    return out, total if keep_sum else total.new_empty(0)
 
 
 @ops.add_rms_norm_pad.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
@@ -109,6 +109,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 @ops.add_layer_norm.kernel("aiter", refuses=_refuse_layer_norm, rounds="once")
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    keep_sum: bool,
 ) -> tuple[Tensor, Tensor]:
-    return normed_sum(triton_layer_norm_with_add, x, residual, weight, bias, eps)
+    return normed_sum(triton_layer_norm_with_add, x, residual, weight, bias, eps, keep_sum=keep_sum)

@@ -33,16 +33,18 @@ MAX_COLUMNS = 65536
 
 @triton.jit
 def row_sum(x, residual, total, row, column, sizes, inside):
-    """x, or x + residual rounded to their dtype and stored, in fp32."""
+    """x, or x + residual rounded to their dtype, and stored unless total is None, in fp32."""
     if residual is not None:
         # Offsets come before loads, which then are under way at the same time.
         x_at = row_offset(x, row, sizes) + column
         residual_at = row_offset(residual, row, sizes) + column
-        total_at = row_offset(total, row, sizes) + column
+        if total is not None:
+            total_at = row_offset(total, row, sizes) + column
         y = tl.load(x.ptr + x_at, inside, 0.0).to(tl.float32)
         y += tl.load(residual.ptr + residual_at, inside, 0.0).to(tl.float32)
-        rounded = y.to(total.ptr.dtype.element_ty)
-        tl.store(total.ptr + total_at, rounded, inside)
+        rounded = y.to(x.ptr.dtype.element_ty)
+        if total is not None:
+            tl.store(total.ptr + total_at, rounded, inside)
         y = rounded.to(tl.float32)
     else:
         y = load_rows(x, row, column, sizes, inside)
@@ -163,10 +165,11 @@ def _launch(
     weights: tuple[Tensor | None, ...],
     out: Tensor,
     eps: float,
+    keep_sum: bool,
     **constants: int | str,
 ) -> Tensor:
-    """Writes the norm of x, or of x + residual, to out. Returns that sum, or x."""
-    total = None if residual is None else torch.empty_like(x)
+    """Writes the norm of x, or of x + residual, to out. Returns that sum if it is kept, or x."""
+    total = torch.empty_like(x) if keep_sum else None
     if rows := num_rows(out):
         cut = tile_for(x, out.shape[-1])
         kernel[(triton.cdiv(rows, cut["ROWS"]),)](
@@ -190,16 +193,25 @@ def normed_dtype(x: Tensor, weight: Tensor, style: str) -> torch.dtype:
 @ops.rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
     out = torch.empty_like(x, dtype=normed_dtype(x, weight, style))
-    _launch(_rms_norm, x, None, (weight,), out, eps, WIDTH=x.shape[-1], STYLE=style)
+    _launch(_rms_norm, x, None, (weight,), out, eps, False, WIDTH=x.shape[-1], STYLE=style)
     return out
 
 
 @ops.add_rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    style: str = "after",
+    *,
+    keep_sum: bool = True,
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, dtype=normed_dtype(x, weight, style))
-    return out, _launch(_rms_norm, x, residual, (weight,), out, eps, WIDTH=x.shape[-1], STYLE=style)
+    total = _launch(
+        _rms_norm, x, residual, (weight,), out, eps, keep_sum, WIDTH=x.shape[-1], STYLE=style
+    )
+    return out, total if keep_sum else x.new_empty(0)
 
 
 def refuse_padding(x: Tensor, columns: int, **_: object) -> Refusal | None:
@@ -220,23 +232,26 @@ def add_rms_norm_pad(
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1] + columns
     out = x.new_empty((*x.shape[:-1], width), dtype=normed_dtype(x, weight, style))
-    return out, _launch(_rms_norm, x, residual, (weight,), out, eps, WIDTH=width, STYLE=style)
-
-
-def _layer_norms(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, _launch(_layer_norm, x, residual, (weight, bias), out, eps)
+    return out, _launch(_rms_norm, x, residual, (weight,), out, eps, True, WIDTH=width, STYLE=style)
 
 
 @ops.layer_norm.kernel("triton", refuses=refuse_layer_norm, tuned_for=NORM.archs)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    return _layer_norms(x, None, weight, bias, eps)[0]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch(_layer_norm, x, None, (weight, bias), out, eps, False)
+    return out
 
 
 @ops.add_layer_norm.kernel("triton", refuses=refuse_layer_norm, tuned_for=NORM.archs)
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    keep_sum: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    return _layer_norms(x, residual, weight, bias, eps)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = _launch(_layer_norm, x, residual, (weight, bias), out, eps, keep_sum)
+    return out, total if keep_sum else x.new_empty(0)
