@@ -127,6 +127,9 @@ def attention(
     sinks    [N], logits of an additional key per head without a value (GPT-OSS)
     causal   query i sees keys 0..i;  window > 0: only the last `window` of these
     softcap  > 0: scores become softcap * tanh(scores / softcap) (Gemma 2)
+
+    A row that sees no key is padding, which no other row reads as a key: its result is finite, and
+    zero if there are sinks. Without, cuDNN has the mean of all values, other kernels zero.
     """
     scores = _scores(q, k, scale, softcap)
     rows = torch.arange(q.shape[-3], device=q.device)[:, None]

@@ -51,11 +51,6 @@ def attention(
         out = F.scaled_dot_product_attention(
             heads, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=True
         )
-    if mask is not None and q.is_cuda:
-        # On CUDA in half precision the result of a row that sees no key is the mean of all values
-        # (torch 2.11, H200).
-        blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
-        out.masked_fill_(blind[..., None], 0.0)  # in place keeps the layout of contiguous tokens
     return out.transpose(-2, -3).contiguous()
 
 

@@ -10,7 +10,7 @@ keys and values may be repeated for groups of queries. Masks that hide exactly t
 `causal`, others are added up.
 
 In 16 bits the model rounds scores and weights, the op only its result; rounding="hf" therefore
-keeps the written form. A row whose keys are all hidden by -inf is zero, not NaN.
+keeps the written form. A row whose keys are all hidden by -inf is finite, not NaN.
 """
 
 from collections.abc import Iterator

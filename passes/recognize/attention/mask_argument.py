@@ -37,8 +37,8 @@ def visible_keys(site: AttentionSite) -> Band | None:
 
 
 def _all_rows_see(site: AttentionSite, window: Band) -> bool:
-    """Whether each row sees a key. The op returns zero for one that does not, a mask of finite
-    numbers the mean of all values.
+    """Whether each row sees a key. For one that does not, a mask of finite numbers has the mean of
+    all values, and the op any finite result.
     """
     rows, keys = site.shape[-2:]
     fewer = isinstance(rows, int) and isinstance(keys, int) and rows <= keys
