@@ -28,7 +28,7 @@ def activated(gate, up, GATE: constexpr, DTYPE: constexpr):
     if GATE.activation == "silu":
         value = silu(gate, DTYPE)
     elif GATE.activation == "gelu":
-        value = gelu(gate)
+        value = gelu(gate, DTYPE)
     elif GATE.activation == "gelu_tanh":
         value = gelu_tanh(gate)
     else:

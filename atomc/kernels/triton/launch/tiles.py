@@ -270,7 +270,10 @@ HEAD_ROWS = TileTable(
 
 # add_rms_norm, us with 2 / 4 / 8 / 16 warps: 1 x 1024 0.89 / 0.87 / 0.88 / -, 8192 x 1024 18.4 /
 # 18.1 / - / -, 1 x 4096 - / 1.18 / 1.18 / 1.21, 64 x 4096 - / 2.10 / 2.15 / 2.26, 8192 x 4096 - /
-# 67.0 / 67.4 / 66.6. Rows up to 256 wide are heads, as in HEAD_ROWS.
+# 67.0 / 67.4 / 66.6. Rows up to 256 wide are heads, as in HEAD_ROWS. layer_norm of 8,192 rows with
+# 1 / 2 / 4 of them by four warps: 768 wide 11.2 / 7.6 / 6.7, 1024 11.2 / 7.4 / 7.1, 1152 12.6 / 9.9
+# / 11.1; add_layer_norm 13.7 / 12.5 / 12.8, 18.7 / 18.5 / 18.6, 21.1 / 21.0 / 21.2, without the sum
+# 10.8 / 7.9 / 7.4, 13.7 / 12.6 / 12.9, 16.1 / 15.8 / 16.0.
 NORM = TileTable(
     "python bench/kernels.py --json bench/results/kernels-h200.json",
     ("rows", "block"),
@@ -278,6 +281,8 @@ NORM = TileTable(
         "sm90": [
             ((4096, 256), RowTile(4, 4)),
             ((ANY, 256), RowTile(16, 16)),
+            ((2048, 4096), RowTile(1, 4)),
+            ((ANY, 2048), RowTile(2, 4)),
             ((ANY, 4096), RowTile(1, 4)),
             ((ANY, 8192), RowTile(1, 8)),
             ((ANY, 16384), RowTile(1, 16)),
@@ -320,14 +325,16 @@ QUANT = TileTable(
 )
 
 # silu_and_mul, us with 512 / 1024 / 2048 columns: 1 x 3072 0.73 / 0.73 / 0.80, 64 x 12288 2.8 / 2.4
-# / 2.6, 1024 x 3072 8.5 / 6.2 / 6.0, 8192 x 12288 238 / - / 143.
+# / 2.6. gelu_and_mul with 8 rows of 256 / 8 rows of 128 / one of 1024 and four warps, / one of 2048
+# and eight: 1024 x 3072 4.0 / 5.0 / 5.0 / 5.1, 8192 x 1152 15.1 / 14.7 / 21.8 / 15.8, 8192 x 6912
+# 81.6 / - / 81.5 / -, 32768 x 1152 54.2 / 54.7 / 81.2 / 55.7.
 GATED = TileTable[Launch](
     "python bench/kernels.py --json bench/results/kernels-h200.json",
     ("rows",),
     {
         "sm90": [
-            ((1023,), dict(BLOCK=1024, num_warps=8)),
-            ((ANY,), dict(BLOCK=2048, num_warps=8)),
+            ((1023,), dict(BLOCK=1024, ROWS=1, num_warps=8)),
+            ((ANY,), dict(BLOCK=256, ROWS=8, num_warps=4)),
         ]
     },
 )

@@ -14,6 +14,7 @@ from atomc.kernels.triton.launch.launch import (
     load_rows,
     num_rows,
     overlap,
+    row_tile,
     rows_of,
     store_rows,
     unfit,
@@ -37,9 +38,22 @@ def silu(x, DTYPE: constexpr):
 
 
 @triton.jit
-def gelu(x):
-    """x * (1 + erf(x / sqrt(2))) / 2 of x in fp32."""
-    return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+def gelu(x, DTYPE: constexpr):
+    """x * (1 + erf(x / sqrt(2))) / 2 of x in fp32. For a 16-bit DTYPE 1 - erf of the magnitude is a
+    polynomial times exp (Abramowitz and Stegun, 7.1.26, accurate to 1.5e-7), in half as many
+    instructions; it is more accurate than erf for negative x.
+    """
+    if tl.float32 == DTYPE:
+        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        root = tl.rsqrt(1.0 + 0.2316418882 * tl.abs(x))  # 0.3275911 / sqrt(2)
+        t = root * root
+        # Half of the published coefficients.
+        tail = t * 0.5307027145 - 0.7265760135
+        tail = tail * t + 0.7107068705
+        tail = tail * t - 0.142248368
+        tail = (tail * t + 0.127414796) * t * tl.exp(-0.5 * x * x)
+        return x * tl.where(x < 0.0, tail, 1.0 - tail)
 
 
 @triton.jit
@@ -58,20 +72,20 @@ def softplus(x):
     return tl.where(x > 20.0, x, log)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated(
     gate,
     up,
     out,
+    rows,
     sizes,
     WIDTH: constexpr,
     BLOCK: constexpr,
+    ROWS: constexpr,
     ACTIVATION: constexpr,
     PDL: constexpr,
 ):
-    row = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
+    row, column, inside = row_tile(rows, WIDTH, tl.program_id(1) * BLOCK, ROWS, BLOCK)
     DTYPE: constexpr = gate.ptr.dtype.element_ty
     begin(PDL)
     gate = load_rows(gate, row, column, sizes, inside)
@@ -79,7 +93,7 @@ def _gated(
     if ACTIVATION == "silu":
         activated = silu(gate, DTYPE)
     elif ACTIVATION == "none":
-        activated = gelu(gate)
+        activated = gelu(gate, DTYPE)
     else:
         activated = gelu_tanh(gate)
     store_rows(out, row, column, sizes, activated.to(DTYPE).to(tl.float32) * up, inside)
@@ -100,14 +114,22 @@ def refuse_gated_activation(
     )
 
 
+def gated_tile(rows: int, columns: int, device: torch.device) -> dict[str, int]:
+    """The launch arguments for a gate: as many more rows as these are narrower than a block."""
+    tile = GATED.choose(device, rows)
+    block = min(tile["BLOCK"], triton.next_power_of_2(columns))
+    return {**tile, "BLOCK": block, "ROWS": tile["ROWS"] * tile["BLOCK"] // block}
+
+
 def _launch(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    out = torch.empty_like(gate)
+    out, columns = torch.empty_like(gate), gate.shape[-1]
     if rows := num_rows(out):
-        tile = GATED.choose(gate.device, rows)
-        _gated[(rows, triton.cdiv(gate.shape[-1], tile["BLOCK"]))](
+        tile = gated_tile(rows, columns, gate.device)
+        _gated[(triton.cdiv(rows, tile["ROWS"]), triton.cdiv(columns, tile["BLOCK"]))](
             *map(rows_of, (gate, up, out)),
+            rows,
             inner_sizes(gate),
-            WIDTH=gate.shape[-1],
+            WIDTH=columns,
             ACTIVATION=activation,
             **tile,
             **overlap(gate.device),

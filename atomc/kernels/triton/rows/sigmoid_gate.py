@@ -20,6 +20,7 @@ from atomc.kernels.triton.launch.launch import (
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import GATED
+from atomc.kernels.triton.rows.activation import gated_tile
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -34,14 +35,14 @@ def _sigmoid_gated(
     rows,
     sizes,
     WIDTH: constexpr,
+    BLOCK: constexpr,
     ROWS: constexpr,
-    COLUMNS: constexpr,
     ONE_GATE: constexpr,
     PDL: constexpr,
 ):
-    """ROWS, COLUMNS: the tile of a program. ONE_GATE: a row has one gate."""
+    """ONE_GATE: a row has one gate."""
     DTYPE: constexpr = out.ptr.dtype.element_ty
-    row, column, inside = row_tile(rows, WIDTH, tl.program_id(1) * COLUMNS, ROWS, COLUMNS)
+    row, column, inside = row_tile(rows, WIDTH, tl.program_id(1) * BLOCK, ROWS, BLOCK)
     begin(PDL)
     if ONE_GATE:
         gate = load_rows(gate, row, 0, sizes, row < rows)
@@ -70,18 +71,15 @@ def sigmoid_and_mul(gate: Tensor, up: Tensor, added: Tensor | None = None) -> Te
     first = gate.expand_as(up) if added is None else added
     out = torch.empty_like(first)
     if rows := num_rows(out):
-        tile, width = GATED.choose(up.device, rows), up.shape[-1]
-        columns = min(tile["BLOCK"], triton.next_power_of_2(width))
-        together = tile["BLOCK"] // columns  # rows, such as of heads, that are short
-        _sigmoid_gated[(triton.cdiv(rows, together), triton.cdiv(width, columns))](
+        width = up.shape[-1]
+        tile = gated_tile(rows, width, up.device)
+        _sigmoid_gated[(triton.cdiv(rows, tile["ROWS"]), triton.cdiv(width, tile["BLOCK"]))](
             *map(rows_of, (gate, up, added, out)),
             rows,
             inner_sizes(up),
             WIDTH=width,
-            ROWS=together,
-            COLUMNS=columns,
             ONE_GATE=gate.shape[-1] == 1,
-            num_warps=tile["num_warps"],
+            **tile,
             **overlap(up.device),
         )
     return out
