@@ -102,7 +102,8 @@ PIPELINE: tuple[Pass, ...] = (
         rope.ROPE_COMPLEX,
         after=["columns_of_pairs"],
     ),
-    rewriting(rope.ROPE_PARTIAL, after=["rope"]),
+    rewriting(rope.ROPE_IN_FP32, after=["rope"], cleanup=True),
+    rewriting(rope.ROPE_PARTIAL, after=["rope_in_fp32"]),
     rewriting(
         lora_linear.LORA_LINEAR,
         lora_linear.LORA_LINEAR_UNSCALED,

@@ -29,7 +29,8 @@ from atomc.torch_compat.tracing import fake_mode_of, tracing_context
 # A piece of only these ops is not compiled.
 _TRIVIAL = (
     "view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice",
-    "select", "t", "expand", "split", "split_with_sizes", "getitem", "sym_size", "alias", "detach",
+    "select", "t", "expand", "split", "split_with_sizes", "unbind", "getitem", "sym_size", "alias",
+    "detach",
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from atomc.ops.attention import kv_write
 from atomc.ops.norm import normed_shape, rms_norm
 from atomc.ops.op import op
 from atomc.ops.op_cost import state_write
-from atomc.ops.op_traits import Kind
+from atomc.ops.op_traits import Arguments, Kind
 
 ROPE_STYLES = ("neox", "half", "pairs_to_half", "gptj", "pairs")
 FULL_WIDTH_STYLES = ("neox", "pairs")
@@ -49,21 +49,28 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     return torch.cat((first, second), -1)
 
 
-def _rope_shape(x: Tensor, cos: Tensor, style: str) -> Tensor:
+def _rope_shape(x: Tensor, cos: Tensor, style: str, in_fp32: bool = False) -> Tensor:
     """Equal to the reference on fake tensors, with one call instead of ten: products keep the
     strides of x, cat and stack are contiguous.
     """
-    dtype = torch.result_type(x, cos)
+    dtype = x.dtype if in_fp32 else torch.result_type(x, cos)
     if style in FULL_WIDTH_STYLES and cos.shape[-1] == x.shape[-1]:
         return torch.empty_like(x, dtype=dtype)
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@op(kind=Kind.ROPE, rows=None, shape=_rope_shape)
-def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
+def _rounds_once(arguments: Arguments) -> bool:
+    return bool(arguments["in_fp32"])
+
+
+@op(kind=Kind.ROPE, rows=None, rounds_once=_rounds_once, shape=_rope_shape)
+def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox", in_fp32: bool = False) -> Tensor:
     """x with its first R columns rotated (Su et al. 2021, eq. 34). x [..., D], cos and sin
-    [..., R or R/2] -> [..., D] in the promoted dtype of x and cos.
+    [..., R or R/2] -> [..., D] in the promoted dtype of x and cos. in_fp32: computed in fp32 and
+    rounded once, to x.dtype (ModernBERT, vision towers of Qwen-VL).
     """
+    if in_fp32:
+        return rope.reference(x.float(), cos, sin, style).to(x.dtype)
     width = cos.shape[-1] * columns_per_angle(style)
     if width == x.shape[-1]:
         return rotate(x, cos, sin, style)

@@ -5,6 +5,7 @@ x * cos + cat(-x[half:], x[:half]) * sin    =>    rope(x, cos, sin, "neox"); oth
 x * cos + cat(x[half:], -x[:half]) * sin    =>    rope(x, cos, -sin, "neox")
 x.float() * cos + pairs(x).float() * sin    =>    rope(x.float(), cos, sin, "pairs")
 complex(x) * turn                           =>    rope(x, turn.real, turn.imag, "gptj")
+rope(x.float(), cos, sin).to(x.dtype)       =>    rope(x, cos, sin, in_fp32=True)
 cat(rope(x[:r], cos, sin), x[r:])           =>    rope(x, cos, sin), partial
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal, spell_shape
+from atomc.ops.formats import HALVES
 from atomc.ops.rope import ROPE_STYLES, columns_per_angle, rotate
 from atomc.passes.typed_aten import to_copy
 from atomc.rewriting.example import Example, OneOf, tensor_example
@@ -64,9 +66,31 @@ def _example(style: str) -> Example:
     }
 
 
-def _partial_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+def _partial_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str, in_fp32: bool) -> Tensor:
     width = cos.shape[-1] * columns_per_angle(style)
-    return torch.cat((ops.rope(x[..., :width], cos, sin, style), x[..., width:]), -1)
+    return torch.cat((ops.rope(x[..., :width], cos, sin, style, in_fp32), x[..., width:]), -1)
+
+
+def _float_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    return ops.rope(x.to(torch.float32), cos, sin, style).to(x.dtype)
+
+
+def _float_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    return ops.rope(x, cos, sin, style, True)
+
+
+def _float_example() -> Example:
+    table = OneOf(*_DTYPES)
+    return {
+        "x": tensor_example(3, 12),
+        "cos": tensor_example(12, dtype=table),
+        "sin": tensor_example(12, dtype=table),
+        "style": "neox",
+    }
+
+
+def _has_16_bits(x: Tensor, **_: object) -> str | None:
+    return None if x.dtype in HALVES else f"x is {x.dtype}, which fp32 does not widen"
 
 
 def _partial_example(style: str) -> Example:
@@ -74,6 +98,7 @@ def _partial_example(style: str) -> Example:
         **_example(style),
         "x": tensor_example(3, 22, dtype=OneOf(*_DTYPES)),
         "style": OneOf(style),
+        "in_fp32": OneOf(False, True),
     }
 
 
@@ -177,6 +202,14 @@ ROPE_COMPLEX = Rewrite(
     variant="complex",
     attrs={"style": "gptj"},
     needs={"aten::view_as_complex": {}},
+)
+ROPE_IN_FP32 = Rewrite(
+    "rope_in_fp32",
+    _float_pattern,
+    _float_replacement,
+    _float_example,
+    guard=_has_16_bits,
+    needs={"aten::cast": {}},
 )
 ROPE_PARTIAL = Rewrite(
     "rope_partial",

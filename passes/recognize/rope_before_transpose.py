@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.passes.typed_aten import transpose
-from atomc.rewriting.example import Example, tensor_example
+from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Rewrite
 
 
@@ -39,12 +39,14 @@ def _norm_example() -> Example:
     }
 
 
-def _rope_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return ops.rope(x.transpose(1, 2), cos, sin, style)
+def _rope_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str, in_fp32: bool) -> Tensor:
+    return ops.rope(x.transpose(1, 2), cos, sin, style, in_fp32)
 
 
-def _rope_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return transpose(ops.rope(x, transpose(cos, 1, 2), transpose(sin, 1, 2), style), 1, 2)
+def _rope_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str, in_fp32: bool) -> Tensor:
+    return transpose(
+        ops.rope(x, transpose(cos, 1, 2), transpose(sin, 1, 2), style, in_fp32), 1, 2
+    )
 
 
 def _rope_guard(x: Tensor, cos: Tensor, **_: object) -> str | None:
@@ -57,15 +59,18 @@ def _rope_example() -> Example:
         "cos": tensor_example(12),
         "sin": tensor_example(12),
         "style": "neox",
+        "in_fp32": OneOf(False, True),
     }
 
 
-def _rotated_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return ops.rope(x, cos, sin, style).transpose(1, 2)
+def _rotated_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str, in_fp32: bool) -> Tensor:
+    return ops.rope(x, cos, sin, style, in_fp32).transpose(1, 2)
 
 
-def _rotated_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return ops.rope(transpose(x, 1, 2), transpose(cos, 1, 2), transpose(sin, 1, 2), style)
+def _rotated_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str, in_fp32: bool) -> Tensor:
+    return ops.rope(
+        transpose(x, 1, 2), transpose(cos, 1, 2), transpose(sin, 1, 2), style, in_fp32
+    )
 
 
 # The norm first: the transpose then precedes a rotation after it.

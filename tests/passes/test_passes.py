@@ -258,7 +258,28 @@ def test_a_partial_rotation_passes_on_what_it_does_not_rotate(function):
         COS[..., :width],
         SIN[..., :width],
     )
-    assert text == f"%0 = rope(x, cos, sin, '{function.__name__}')\nreturn %0"
+    assert text == f"%0 = rope(x, cos, sin, '{function.__name__}', False)\nreturn %0"
+
+
+def test_a_rotation_in_fp32_between_casts_is_one_op_that_reads_the_columns_of_a_product():
+    def rotated(qkv, cos, sin):  # as in ModernBERT
+        q, _, _ = qkv.view(2, T, 3, N, D).unbind(-3)
+        return neox(q.transpose(1, 2).float(), cos, sin).to(q.dtype).transpose(1, 2)
+
+    names = ("rope", "rope_in_fp32", "rope_before_transpose", "tidy_transposes")
+    qkv, cos, sin = cast(torch.float16, torch.randn(2, T, 3 * N * D), COS[:, 0], SIN[:, 0])
+    text = rewritten(
+        passes_named("tidy", *names), rotated, qkv, cos[None, None], sin[None, None], matches=1
+    )
+    assert "rope(%1.0, %2, %3, 'neox', True)" in text and "_to_copy" not in text
+
+
+def test_a_rotation_in_fp32_of_fp32_stays_as_it_is():
+    def rotated(x, cos, sin):
+        return neox(x.float(), cos, sin).to(x.dtype)
+
+    text = rewritten(passes_named("tidy", "rope", "rope_in_fp32"), rotated, Q, COS, SIN, matches=0)
+    assert "'neox')" in text
 
 
 def test_a_rotation_of_everything_written_as_partial_is_whole():

@@ -42,6 +42,12 @@ def rope_cases() -> Cases:
         cases[f"{style}, heads before tokens"] = lambda draw, style=style: (
             roped(draw, style=style) | {"x": draw.normal(6, 7, 64).transpose(0, 1)}
         )
+        cases[f"{style}, in fp32"] = lambda draw, style=style: (
+            roped(draw, width=80, rotated=32, style=style) | {"in_fp32": True}
+        )
+    cases["fp32 tables, in fp32"] = lambda draw: (
+        roped(draw, table=torch.float32) | {"x": draw.heads(7, 8, 6, width=64)[1], "in_fp32": True}
+    )
     cases["one token"] = partial(roped, tokens=1)
     cases["narrow"] = partial(roped, tokens=33, width=8, heads=1)
     cases["no tokens"] = partial(roped, tokens=0)

@@ -41,12 +41,14 @@ class HeadParts(NamedTuple):
     style          one of ROPE_STYLES; "": the row is not rotated
     columns, half  the widths of a row, and of each of the two parts that are rotated
     rest           that of what is behind them
+    in_fp32        products and sums are not rounded
     """
 
     style: str
     columns: int
     half: int = 0
     rest: int = 0
+    in_fp32: bool = False
 
 
 class Tables(NamedTuple):
@@ -133,8 +135,9 @@ def rotated(
     NORM: constexpr,
 ):
     """The parts of rows of x, normalized (and rounded) unless NORM is "", and rotated (and rounded
-    to OUT).
+    to OUT, unless in fp32).
     """
+    ROUNDED: constexpr = tl.float32 if PARTS.in_fp32 else OUT
     a, b, rest = _parts(at(x, row, sizes), inside, PARTS)
     if NORM != "":
         square = tl.sum(a * a, 1) + tl.sum(b * b, 1)
@@ -158,9 +161,9 @@ def rotated(
     if PARTS.style == "neox" or PARTS.style == "pairs":
         second_cos = tl.load(cos_at + second, there, 0.0).to(tl.float32)
         second_sin = tl.load(sin_at + second, there, 0.0).to(tl.float32)
-    c = _rounded(a * cos, OUT) - _rounded(b * sin, OUT)
-    d = _rounded(b * second_cos, OUT) + _rounded(a * second_sin, OUT)
-    return _rounded(c, OUT), _rounded(d, OUT), rest
+    c = _rounded(a * cos, ROUNDED) - _rounded(b * sin, ROUNDED)
+    d = _rounded(b * second_cos, ROUNDED) + _rounded(a * second_sin, ROUNDED)
+    return _rounded(c, ROUNDED), _rounded(d, ROUNDED), rest
 
 
 @triton.jit
@@ -225,18 +228,18 @@ def tables_of(cos: Tensor, sin: Tensor, x: Tensor) -> Tables:
     return Tables(cos, sin, strides[0] if strides else 0, strides[1] if x.dim() > 3 else 0, last)
 
 
-def head_parts(x: Tensor, cos: Tensor, style: str) -> HeadParts:
+def head_parts(x: Tensor, cos: Tensor, style: str, in_fp32: bool = False) -> HeadParts:
     """The parts of a row of x."""
     half = cos.shape[-1] * columns_per_angle(style) // 2
-    return HeadParts(style, x.shape[-1], half, x.shape[-1] - 2 * half)
+    return HeadParts(style, x.shape[-1], half, x.shape[-1] - 2 * half, in_fp32)
 
 
 def launch_arguments(
-    x: Tensor, cos: Tensor, style: str, rows_a_program: int
+    x: Tensor, cos: Tensor, style: str, rows_a_program: int, in_fp32: bool = False
 ) -> dict[str, int | bool | HeadParts]:
     """Of kernels whose programs rotate so many rows each."""
     return {
-        "PARTS": head_parts(x, cos, style),
+        "PARTS": head_parts(x, cos, style, in_fp32),
         "ROWS": rows_a_program,
         # H200, qk_norm_rope_kv_write of 48 heads of 128, us with a warp per 1 / 2 / 4 rows: 1 token
         # 2.2 / 2.0 / 1.7, 64 tokens 2.4 / 2.2 / 2.0, 1,024 tokens 10.3 / 9.3 / 9.3, 65,536 tokens
@@ -246,7 +249,9 @@ def launch_arguments(
     }
 
 
-def empty_rows(x: Tensor, cos: Tensor, style: str, weight: Tensor | None, norm: str) -> Tensor:
+def empty_rows(
+    x: Tensor, cos: Tensor, style: str, weight: Tensor | None, norm: str, in_fp32: bool = False
+) -> Tensor:
     """Empty rows for the normalized and rotated x. They are contiguous as in the reference, which
     concatenates unless full-width tables rotate whole rows.
     """
@@ -254,7 +259,7 @@ def empty_rows(x: Tensor, cos: Tensor, style: str, weight: Tensor | None, norm: 
     rotates_all = style in FULL_WIDTH_STYLES and cos.shape[-1] == x.shape[-1]
     return torch.empty_like(
         x,
-        dtype=torch.promote_types(normed, cos.dtype),
+        dtype=normed if in_fp32 else torch.promote_types(normed, cos.dtype),
         memory_format=torch.preserve_format if rotates_all else torch.contiguous_format,
     )
 
@@ -294,9 +299,10 @@ def _launch(
     eps: float,
     norm: str,
     style: str,
+    in_fp32: bool = False,
 ) -> list[Tensor]:
     """The rotated q, and the rotated k if there is one."""
-    outs = [empty_rows(x, cos, style, q_weight, norm) for x in (q, k) if x is not None]
+    outs = [empty_rows(x, cos, style, q_weight, norm, in_fp32) for x in (q, k) if x is not None]
     q_rows, k_rows = num_rows(q), 0 if k is None else num_rows(k)
     if q_rows + k_rows:
         rows_a_program = HEAD_ROWS.choose(q.device, q_rows + k_rows)
@@ -315,14 +321,14 @@ def _launch(
             None if k is None else inner_sizes(k),
             eps,
             NORM=norm,
-            **launch_arguments(q, cos, style, rows_a_program),
+            **launch_arguments(q, cos, style, rows_a_program, in_fp32),
         )
     return outs
 
 
 @ops.rope.kernel("triton", refuses=refuse_rope, tuned_for=HEAD_ROWS.archs)
-def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
-    [out] = _launch(x, None, None, None, cos, sin, 0.0, "", style)
+def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox", in_fp32: bool = False) -> Tensor:
+    [out] = _launch(x, None, None, None, cos, sin, 0.0, "", style, in_fp32)
     return out
 
 
