@@ -40,8 +40,8 @@ def silu(x, DTYPE: constexpr):
 @triton.jit
 def gelu(x, DTYPE: constexpr):
     """x * (1 + erf(x / sqrt(2))) / 2 of x in fp32. For a 16-bit DTYPE 1 - erf of the magnitude is a
-    polynomial times exp (Abramowitz and Stegun, 7.1.26, accurate to 1.5e-7), in half as many
-    instructions; it is more accurate than erf for negative x.
+    polynomial times exp (Abramowitz and Stegun, 7.1.26, accurate to 1.5e-7), which takes half as
+    many instructions.
     """
     if tl.float32 == DTYPE:
         return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -52,7 +52,7 @@ def gelu(x, DTYPE: constexpr):
         tail = t * 0.5307027145 - 0.7265760135
         tail = tail * t + 0.7107068705
         tail = tail * t - 0.142248368
-        tail = (tail * t + 0.127414796) * t * tl.exp(-0.5 * x * x)
+        tail = (tail * t + 0.127414796) * t * tl.exp2(-0.7213475204444817 * x * x)  # exp(-x^2 / 2)
         return x * tl.where(x < 0.0, tail, 1.0 - tail)
 
 
