@@ -376,7 +376,7 @@ def test_what_stands_behind_a_transpose_moves_before_it():
 %0 = rms_norm(x, w, 1e-06, 'after')
 %1 = transpose(cos, 1, 2)
 %2 = transpose(sin, 1, 2)
-%3 = rope(%0, %1, %2, 'neox')
+%3 = rope(%0, %1, %2, 'neox', False)
 %4 = transpose(%3, 1, 2)
 return %4"""
     )
