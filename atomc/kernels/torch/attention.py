@@ -51,6 +51,10 @@ def attention(
         out = F.scaled_dot_product_attention(
             heads, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=True
         )
+    if mask is not None and q.is_cuda and torch.version.hip:
+        # Nothing says that a row that sees no key is finite on AMD GPUs, as it is on others.
+        blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
+        out.masked_fill_(blind[..., None], 0.0)  # in place keeps the layout of contiguous tokens
     return out.transpose(-2, -3).contiguous()
 
 
