@@ -44,9 +44,7 @@ def _rope_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str, in_fp32: bool
 
 
 def _rope_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str, in_fp32: bool) -> Tensor:
-    return transpose(
-        ops.rope(x, transpose(cos, 1, 2), transpose(sin, 1, 2), style, in_fp32), 1, 2
-    )
+    return transpose(ops.rope(x, transpose(cos, 1, 2), transpose(sin, 1, 2), style, in_fp32), 1, 2)
 
 
 def _rope_guard(x: Tensor, cos: Tensor, **_: object) -> str | None:
@@ -68,9 +66,7 @@ def _rotated_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str, in_fp32: b
 
 
 def _rotated_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str, in_fp32: bool) -> Tensor:
-    return ops.rope(
-        transpose(x, 1, 2), transpose(cos, 1, 2), transpose(sin, 1, 2), style, in_fp32
-    )
+    return ops.rope(transpose(x, 1, 2), transpose(cos, 1, 2), transpose(sin, 1, 2), style, in_fp32)
 
 
 # The norm first: the transpose then precedes a rotation after it.
