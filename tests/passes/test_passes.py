@@ -274,11 +274,18 @@ def test_a_rotation_in_fp32_between_casts_is_one_op_that_reads_the_columns_of_a_
     assert "rope(%1.0, %2, %3, 'neox', True)" in text and "_to_copy" not in text
 
 
-def test_a_rotation_in_fp32_of_fp32_stays_as_it_is():
+@pytest.mark.parametrize(
+    ("dtype", "result"),
+    [(torch.float32, torch.float32), (torch.float16, torch.bfloat16), (torch.bfloat16, None)],
+    ids=["of fp32", "cast to another dtype", "not cast back"],
+)
+def test_another_rotation_in_fp32_stays_as_it_is(dtype, result):
     def rotated(x, cos, sin):
-        return neox(x.float(), cos, sin).to(x.dtype)
+        y = neox(x.float(), cos, sin)
+        return y if result is None else y.to(result)
 
-    text = rewritten(passes_named("tidy", "rope", "rope_in_fp32"), rotated, Q, COS, SIN, matches=0)
+    names = ("tidy", "rope", "rope_in_fp32")
+    text = rewritten(passes_named(*names), rotated, *cast(dtype, Q, COS, SIN), matches=0)
     assert "'neox')" in text
 
 
