@@ -64,7 +64,7 @@ _ARE_AT = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 def are_at(inputs: Sequence[Input], expected: Sequence[int | None], numbers: Sequence[int]) -> bool:
     """Whether the inputs with these numbers, tensors, lie where expected."""
     if _ARE_AT is not None:
-        return bool(_ARE_AT(list(inputs), expected, numbers))
+        return bool(_ARE_AT(list(inputs), list(expected), list(numbers)))
     return addresses([inputs[i] for i in numbers]) == [expected[i] for i in numbers]
 
 
