@@ -301,6 +301,9 @@ def test_without_transformers_the_pattern_of_its_functions_is_not_looked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = mixture("qwen3_moe", "grouped_mm", torch.float32)
+    # The first trace of a process loads more, which would load it again.
+    report = explained(lambda x: layer(x), torch.randn(1, 5, HIDDEN), tolerance=1e-5)
+    assert (report.matches["topk_route"], report.matches["moe_experts"]) == (1, 1)
     # Not loaded, as where it is not installed: then no graph has its functions.
     monkeypatch.delitem(sys.modules, TRANSFORMERS)
     report = explained(lambda x: layer(x), torch.randn(1, 5, HIDDEN), tolerance=1e-5)
