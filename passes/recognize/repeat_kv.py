@@ -7,12 +7,17 @@
    attention(q, k.transpose, v.transpose)
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.canonical import call, value
+from atomc.graph.sizes import known_equal
 from atomc.passes.typed_aten import transpose
 from atomc.rewriting.example import Example, OneOf, tensor_example
+from atomc.rewriting.matching.pattern import Index
 from atomc.rewriting.rewrite import Case, Rewrite
 
 
@@ -51,6 +56,21 @@ def _example(masked: bool, heads: int = 3) -> Example:
     }
 
 
+_HEADS = Case("", {"masked": False}), Case("mask", {"masked": True})
+# The reshape of one repeated head is a view.
+_ONE_HEAD = (
+    Case("one head", {"masked": False, "heads": 1}),
+    Case("one head, mask", {"masked": True, "heads": 1}),
+)
+
+
+def _cases(index: Index) -> Sequence[Case]:
+    """Those for the numbers of heads that the graph repeats; most encoders repeat none."""
+    spread = [value(operand) for node in index["expand"] for operand in call(node).operands]
+    are_one = {known_equal(x.shape[1], 1) for x in spread if x.dim() == 5}
+    return (*(_HEADS if False in are_one else ()), *(_ONE_HEAD if True in are_one else ()))
+
+
 REPEAT_KV = Rewrite(
     "repeat_kv",
     _pattern,
@@ -58,11 +78,6 @@ REPEAT_KV = Rewrite(
     _example,
     attrs=lambda causal, **_: {"causal": causal},
     needs={"aten::expand": {}},
-    cases=[
-        Case("", {"masked": False}),
-        Case("mask", {"masked": True}),
-        # The reshape of one repeated head is a view.
-        Case("one head", {"masked": False, "heads": 1}),
-        Case("one head, mask", {"masked": True, "heads": 1}),
-    ],
+    cases=(),
+    cases_in=_cases,
 )
