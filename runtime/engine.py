@@ -61,6 +61,7 @@ log = logging.getLogger("atomc")
 
 PHASES = ("load", "compile", "allocate", "warm up")
 WARM_UP_TOKENS = 8
+NO_RESULT = Result()
 HOST_MS_WEIGHT = 0.02  # weight of the last step in the mean host time
 
 
@@ -391,7 +392,7 @@ class Engine:
 
     def _propose_draft(self, request: Request) -> tuple[int, ...]:
         config, state = self.config, self._state(request.id)
-        count = min(config.speculative_tokens, request.room(self.max_len) - 1)
+        count = min(config.speculative_tokens, request.room - 1)
         if count <= 0:
             return ()
         if config.speculative == "mtp":
@@ -421,22 +422,23 @@ class Engine:
         began = time.perf_counter()
         results = in_flight.running.results()
         self._waited += time.perf_counter() - began
-        for request, result in zip(requests, results, strict=True):
-            if result.error is not None and request.finish_reason is None:
-                self.request_errors.failed.setdefault(request.id, result.error)
+        for number, error in results.errors.items():
+            if requests[number].finish_reason is None:
+                self.request_errors.failed.setdefault(requests[number].id, error)
         failed = self._failed_outputs()
         unfinished = {
             request.id: result
-            for request, result in zip(requests, results, strict=True)
+            for request, result in zip(requests, results.chunks, strict=False)
             if request.finish_reason is None
         }
         outputs = self.scheduler.finish_step(
             in_flight.step,
             [
                 result.tokens
-                for result, chunk in zip(results, in_flight.step.chunks, strict=True)
+                for result, chunk in zip(results.chunks, in_flight.step.chunks, strict=True)
                 if chunk.num_samples
             ],
+            results.decoded,
         )
         self._in_flight.popleft()  # not before: what raises above leaves it to the next call
         for name, result in unfinished.items():
@@ -445,7 +447,11 @@ class Engine:
             if result.draft:
                 self._state(name).draft = result.draft
         return failed + [
-            self._completed(output, unfinished[output.request_id]) for output in outputs
+            output
+            # Nothing is added to that of a row.
+            if output.request_id not in unfinished and output.finish_reason is None
+            else self._completed(output, unfinished.get(output.request_id, NO_RESULT))
+            for output in outputs
         ]
 
     def _completed(self, output: Output, result: Result) -> Output:

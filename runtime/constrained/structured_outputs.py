@@ -69,7 +69,7 @@ class StructuredMatchers:
             row += chunk.num_samples
         if not rows:
             return None
-        mask = self.compiler().mask(row)
+        mask = self.compiler().mask(step.num_samples)
         try:
             self.compiler().fill(mask, list(rows.values()))
         except BaseException as error:  # a panic in Rust is no Exception

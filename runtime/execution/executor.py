@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -52,7 +52,6 @@ class Result:
     scores      log-probabilities of the chunk's prompt tokens
     embedding   pooled hidden state
     draft       draft tokens after the last of `tokens`, by a draft model
-    error       why the request failed
     """
 
     tokens: Sequence[int] = ()
@@ -60,7 +59,27 @@ class Result:
     scores: Sequence[TokenLogprobs] = ()
     embedding: tuple[float, ...] | None = None
     draft: tuple[int, ...] = ()
-    error: RequestError | None = None
+
+
+@dataclass
+class StepResults:
+    """Results of one step.
+
+    chunks    one for each chunk
+    decoded   the token of each decode row
+    errors    why requests failed, by the number of their chunk, or of their decode row after those
+    """
+
+    chunks: list[Result] = field(default_factory=list)
+    decoded: list[int] = field(default_factory=list)
+    errors: dict[int, RequestError] = field(default_factory=dict)
+
+    def add(self, other: "StepResults") -> None:
+        """Add the results of another part of the step, which has no decode rows before."""
+        first = len(self.chunks)
+        self.errors |= {first + number: error for number, error in other.errors.items()}
+        self.chunks += other.chunks
+        self.decoded += other.decoded
 
 
 @dataclass(frozen=True)
@@ -85,16 +104,16 @@ class Launched(Protocol):
         mask  [num_samples, W] i32, the allowed tokens (see Sampler)
         """
 
-    def results(self) -> list[Result]:
-        """One for each chunk; waits for the device."""
+    def results(self) -> StepResults:
+        """Those of the step; waits for the device."""
 
 
 class Executor(Protocol):
     """Runs steps in launch order; several may be in flight. The last token sampled for a slot is an
     input of the next step.
 
-    An error of a single request is in its Result. An error of a whole step is raised; the step may
-    be launched again without limits.state_rows.
+    An error of a single request is in the StepResults. An error of a whole step is raised; the step
+    may be launched again without limits.state_rows.
     """
 
     limits: Limits

@@ -5,7 +5,6 @@ tables.
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -129,14 +128,16 @@ class InputBatch:
         """
         self._turn = (self._turn + 1) % len(self._hosts)
         to = self._views[self._turn]
-        chunks = step.chunks if step is not None else ()
-        S = len(chunks)
-        counts = _i64([chunk.num_tokens for chunk in chunks])
-        starts = _i64([chunk.start for chunk in chunks])
-        slots = _i64([chunk.slot for chunk in chunks])
+        step = step or ScheduledStep(())
+        chunks, decoding = step.chunks, step.decoding
+        ones = [1] * step.num_decoding
+        S = len(chunks) + len(ones)
+        counts = _i64([chunk.num_tokens for chunk in chunks] + ones)
+        starts = _i64([*[chunk.start for chunk in chunks], *decoding.starts])
+        slots = _i64([*[chunk.slot for chunk in chunks], *decoding.slots])
         bounds = np.concatenate(([0], counts.cumsum()))
         T = int(bounds[-1])
-        wanted = self._output_rows(chunks, bounds)
+        wanted = self._output_rows([chunk.num_output_rows for chunk in chunks] + ones, bounds)
         lens = starts + counts
         if shape is None:
             longest = int(lens.max(initial=0)) + max(self.drafts - 1, 0)
@@ -153,19 +154,19 @@ class InputBatch:
         _fill(to["sequence_slots"], slots, sequences, self.slots)
         _fill(to["logits_rows"], wanted, shape.wanted, 0)
         indices = np.arange(T) + np.repeat(starts - bounds[:-1], counts)
-        self._write_positions(chunks, to, rows, indices, bounds)
+        self._write_positions(chunks, slots, to, rows, indices, bounds)
         if "is_image" in to:
             self._write_image_masks(chunks, to, rows, bounds)
         if self.lora is not None:
             _fill(to["lora_rows"], np.repeat(self.lora.adapters(slots), counts), rows, -1)
         _fill(to["tokens"], self._known_tokens(chunks), rows, 0)
         to["sources"][:rows] = np.arange(rows)
-        placeholder = np.array([chunk.has_placeholder for chunk in chunks], bool)
+        placeholder = np.array([chunk.has_placeholder for chunk in chunks] + ones, bool)
         to["sources"][bounds[1:][placeholder] - 1] = self.rows + slots[placeholder]
-        num_samples = _i64([chunk.num_samples for chunk in chunks])
+        num_samples = _i64([chunk.num_samples for chunk in chunks] + ones)
         to["sample_slots"][: num_samples.sum()] = np.repeat(slots, num_samples)
 
-        self._update_tables(chunks, to)
+        self._update_tables(step, to)
         if self.drafts:
             self._write_drafts(chunks, to, shape, bounds)
         sequence = np.repeat(slots, counts)
@@ -300,6 +301,7 @@ class InputBatch:
     def _write_positions(
         self,
         chunks: Sequence[Chunk],
+        slots: Array,
         to: Arrays,
         rows: int,
         indices: Array,
@@ -310,7 +312,7 @@ class InputBatch:
             _fill(to["positions"], indices, rows, 0)
             return
         positions = _position_rows(to["positions"], rows)
-        positions[:, : len(indices)] = self.rope.positions(chunks, indices, bounds)
+        positions[:, : len(indices)] = self.rope.positions(chunks, slots, indices, bounds)
         positions[:, len(indices) :] = 0
         if self.drafts:
             _fill(to["indices"], indices, rows, 0)
@@ -326,19 +328,22 @@ class InputBatch:
             following[bounds[1:] - 1] = False
             _fill(to["next_is_image"], following, rows, False)
 
-    def _update_tables(self, chunks: Sequence[Chunk], to: Arrays) -> None:
+    def _update_tables(self, step: ScheduledStep, to: Arrays) -> None:
         """Write new blocks to the host tables, and their positions to the step."""
+        new_blocks = [(chunk.slot, chunk.blocks) for chunk in step.chunks]
+        new_blocks += step.decoding.blocks
         for g, table in enumerate(self._tables):
-            places, blocks = [], []
-            for chunk in chunks:
-                start, new = chunk.blocks[g]
+            places: list[int] = []
+            blocks: list[int] = []
+            for slot, of_groups in new_blocks:
+                start, new = of_groups[g]
                 if new:
-                    table[chunk.slot, start : start + len(new)] = new
-                    self._ends[g, chunk.slot] = (start + len(new)) * self.block_size
-                    places.append(chunk.slot * self.columns + start + np.arange(len(new)))
-                    blocks.append(new)
-            where = np.concatenate(places) if places else np.zeros(0, np.int64)
-            what = np.fromiter(chain.from_iterable(blocks), np.int32, len(where))
+                    end = start + len(new)
+                    table[slot, start:end] = new
+                    self._ends[g, slot] = end * self.block_size
+                    places += range(slot * self.columns + start, slot * self.columns + end)
+                    blocks += new
+            where, what = _i64(places), np.array(blocks, np.int32)
             if len(where) > self.num_updates:  # many long cached prompts in one step
                 self.tables[g].view(-1)[torch.from_numpy(where).to(self.device)] = torch.from_numpy(
                     what
@@ -349,7 +354,7 @@ class InputBatch:
             _fill(to[f"new_blocks_{g}"], what, self.num_updates, 0)
 
     def _known_tokens(self, chunks: Sequence[Chunk]) -> Array:
-        """The tokens of all rows; 0 for placeholders."""
+        """The tokens of the chunks' rows; 0 for placeholders."""
         tokens: list[int] = []
         for chunk in chunks:
             tokens.extend(chunk.tokens)
@@ -357,10 +362,9 @@ class InputBatch:
                 tokens.append(0)
         return _i64(tokens)
 
-    def _output_rows(self, chunks: Sequence[Chunk], bounds: Array) -> Array:
-        counts = _i64([chunk.num_output_rows for chunk in chunks])
-        if counts.max(initial=0) <= 1:
-            rows: Array = bounds[1:][counts > 0] - 1
+    def _output_rows(self, counts: Sequence[int], bounds: Array) -> Array:
+        if max(counts, default=0) <= 1:
+            rows: Array = bounds[1:][_i64(counts) > 0] - 1
             return rows
         return np.concatenate(
             [np.arange(end - count, end) for end, count in zip(bounds[1:], counts, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atomc.parallel.vocab import LogitsOfRank
-from atomc.runtime.execution.executor import Result
+from atomc.runtime.execution.executor import Result, StepResults
 from atomc.runtime.execution.slots import SlotState, sample_specs
 from atomc.runtime.requests.request_errors import RequestError, RequestFailed, is_recoverable
 from atomc.runtime.requests.sample_spec import SampleSpec
@@ -18,42 +18,45 @@ from atomc.runtime.sampling.pack_to_device import pack_to_device
 from atomc.runtime.sampling.row_logprobs import Logprobs, LogprobsRow, logprobs
 from atomc.runtime.sampling.sampler import Sampled, Sampler
 from atomc.runtime.scheduling.speculative import accepted
-from atomc.runtime.scheduling.step import Chunk, ScheduledStep
+from atomc.runtime.scheduling.step import Admission, Chunk, ScheduledStep
 
 
 @dataclass
 class StepOutputs:
     """Results of one step, on their way to the host.
 
-    states   one per chunk
-    specs    one per sampled token
+    states   one per chunk, then one per decode row
     """
 
     step: ScheduledStep
     states: Sequence[SlotState]
-    specs: Sequence[SampleSpec] = ()
     sent: HostCopy | None = None
     drafts: HostCopy | None = None  # [chunks that sample, k]
     sampled: Sampled | None = None
     scores: dict[int, Logprobs] = field(default_factory=dict)  # by chunk
     pooled: dict[int, Tensor] = field(default_factory=dict)  # by chunk
 
-    def results(self) -> list[Result]:
-        """One for each chunk; waits for the device."""
+    def results(self) -> StepResults:
+        """Those of the step; waits for the device."""
         arrived = self._wait()
         results, row = [], 0
         drafts = iter(arrived.drafts)
-        for i, (chunk, state) in enumerate(zip(self.step.chunks, self.states, strict=True)):
+        for i, (chunk, state) in enumerate(zip(self.step.chunks, self.states, strict=False)):
             result = None
             if state.error is None:
-                specs = self.specs[row : row + chunk.num_samples]
-                result = state.run("reading its results", arrived.result, chunk, specs, i, row)
+                result = state.run("reading its results", arrived.result, chunk, state, i, row)
             if chunk.num_samples and arrived.drafts:
                 draft = tuple(next(drafts))
                 result = result and replace(result, draft=draft)
-            results.append(result or Result(error=state.error))
+            results.append(result or Result())
             row += chunk.num_samples
-        return results
+        if not arrived.is_finite:
+            rows = self.states[len(results) :], self.step.decoding.starts, arrived.max_logits[row:]
+            for state, start, max_logit in zip(*rows, strict=True):
+                specs = state.specs(1, start + 1)
+                state.run("reading its results", _check_max_logits, specs, [max_logit])
+        errors = {i: state.error for i, state in enumerate(self.states) if state.error is not None}
+        return StepResults(results, arrived.tokens[row:], errors)
 
     def _wait(self) -> "_HostResults":
         arrived = iter(self.sent.wait() if self.sent is not None else ())
@@ -61,7 +64,9 @@ class StepOutputs:
         if self.pooled:
             results.pooled = dict(zip(self.pooled, next(arrived).tolist(), strict=True))
         if self.sampled is not None:
-            results.tokens, results.max_logits = next(arrived).tolist(), next(arrived).tolist()
+            results.tokens, max_logits = next(arrived).tolist(), next(arrived)
+            results.is_finite = bool(max_logits.isfinite().all())
+            results.max_logits = max_logits.tolist()
             if self.sampled.logprobs is not None:
                 results.logprobs = dict(
                     zip(self.sampled.rows, self.sampled.logprobs.rows(next(arrived)), strict=True)
@@ -78,24 +83,24 @@ class _HostResults:
 
     tokens: list[int] = field(default_factory=list)
     max_logits: list[float] = field(default_factory=list)
+    is_finite: bool = True
     logprobs: dict[int, LogprobsRow] = field(default_factory=dict)
     scores: dict[int, list[LogprobsRow]] = field(default_factory=dict)
     pooled: dict[int, list[float]] = field(default_factory=dict)
     drafts: list[list[int]] = field(default_factory=list)
 
-    def result(self, chunk: Chunk, specs: Sequence[SampleSpec], number: int, row: int) -> Result:
+    def result(self, chunk: Chunk, state: SlotState, number: int, row: int) -> Result:
         """The result of chunk `number`, whose first sampled row is `row`. Raises RequestFailed for
         NaN and infinite values.
         """
-        tokens: Sequence[int] = self.tokens[row : row + len(specs)]
+        end = row + chunk.num_samples
+        tokens: Sequence[int] = self.tokens[row:end]
         if len(tokens) > 1:
             tokens = accepted(chunk.draft[: chunk.most_accepted], tokens)
-        for spec, max_logit in zip(
-            specs[: len(tokens)], self.max_logits[row : row + len(tokens)], strict=True
-        ):
-            if not isfinite(max_logit):
-                raise RequestFailed(_sampling_error(spec, max_logit))
-        rows = range(row, row + len(specs)) if self.logprobs else ()
+        if not self.is_finite:
+            specs = state.specs(chunk.num_samples, chunk.end, chunk.draft)
+            _check_max_logits(specs[: len(tokens)], self.max_logits[row : row + len(tokens)])
+        rows = range(row, end) if self.logprobs else ()
         logprobs = tuple([self.logprobs[i].read() for i in rows if i in self.logprobs])
         scores = [score.read() for score in self.scores.get(number, ())]
         if any(isnan(score.logprob) for score in scores):
@@ -113,6 +118,13 @@ class _HostResults:
                 )
             )
         return Result(tokens, logprobs or None, scores, None if pooled is None else tuple(pooled))
+
+
+def _check_max_logits(specs: Sequence[SampleSpec], max_logits: Sequence[float]) -> None:
+    """Raise RequestFailed if a row cannot be sampled because of its largest logit."""
+    for spec, max_logit in zip(specs, max_logits, strict=True):
+        if not isfinite(max_logit):
+            raise RequestFailed(_sampling_error(spec, max_logit))
 
 
 def _sampling_error(spec: SampleSpec, max_logit: float) -> RequestError:
@@ -165,24 +177,22 @@ class OutputProcessor:
         only_largest = self._apart is not None and mask is None and _only_largest(outputs)
         if not only_largest:
             logits = self.whole(logits)
-        bounds = list(
-            pairwise(accumulate([chunk.num_output_rows for chunk in step.chunks], initial=0))
-        )
+        ends = list(accumulate([chunk.num_output_rows for chunk in step.chunks], initial=0))
         drawing: list[int] = []
-        for i, (chunk, (start, end)) in enumerate(zip(step.chunks, bounds, strict=True)):
+        for i, (chunk, (start, end)) in enumerate(zip(step.chunks, pairwise(ends), strict=True)):
             if chunk.scored:
                 asked = states[i].run(
                     "computing its prompt logprobs", _scores, chunk, logits[start:end], states[i]
                 )
                 outputs.scores |= {i: asked} if asked is not None else {}
             drawing.extend(range(end - chunk.num_samples, end))
+        drawing.extend(range(ends[-1], ends[-1] + step.num_decoding))
         tables = [scores.table for scores in outputs.scores.values()]
         if not drawing:
             outputs.sent = self.host_copier.send(*tables)
             return None
         if len(drawing) < len(logits):
             logits = logits[torch.tensor(drawing, device=logits.device)]
-        outputs.specs = sample_specs(step, states)
         if self._apart is not None and only_largest:
             outputs.sampled = Sampled(*self._apart.largest(logits))
         else:
@@ -206,14 +216,27 @@ class OutputProcessor:
 
     def _sample(self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None) -> Sampled:
         """Sample; if that raises, fail the requests that cause it and repeat."""
+        step, states = outputs.step, outputs.states
         try:
-            return self.sampler(logits, outputs.specs, mask=mask)
+            sampled = _sampled(step, states)
+            # Without drafts.
+            if (
+                len(sampled) == len(logits)
+                and mask is None
+                and all([request.params.is_plain for request, _ in sampled])
+            ):
+                return self.sampler.draw(
+                    logits,
+                    [request.params for request, _ in sampled],
+                    [request.seed for request, _ in sampled],
+                    [end - request.num_prompt for request, end in sampled],
+                )
+            return self.sampler(logits, sample_specs(step, states), mask=mask)
         except BaseException as error:  # a panic in Rust is no Exception
             if not is_recoverable(error):
                 raise
             self._fail_individually(outputs, logits, mask, error)
-            outputs.specs = sample_specs(outputs.step, outputs.states)
-            return self.sampler(logits, outputs.specs, mask=mask)
+            return self.sampler(logits, sample_specs(step, states), mask=mask)
 
     def _fail_individually(
         self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None, error: BaseException
@@ -222,14 +245,16 @@ class OutputProcessor:
         of several do.
         """
         failed: list[tuple[SlotState, BaseException]] = []
-        start, num_requests = 0, 0
-        for chunk, state in zip(outputs.step.chunks, outputs.states, strict=True):
-            rows = slice(start, start := start + chunk.num_samples)
-            num_requests += chunk.num_samples > 0
+        step, start, num_requests = outputs.step, 0, 0
+        specs = sample_specs(step, outputs.states)
+        counts = [chunk.num_samples for chunk in step.chunks] + [1] * step.num_decoding
+        for count, state in zip(counts, outputs.states, strict=True):
+            rows = slice(start, start := start + count)
+            num_requests += count > 0
             try:
-                if chunk.num_samples:
+                if count:
                     self.sampler.sample(
-                        logits[rows], outputs.specs[rows], mask=None if mask is None else mask[rows]
+                        logits[rows], specs[rows], mask=None if mask is None else mask[rows]
                     )
             except BaseException as its:  # as in _sample
                 if not is_recoverable(its):
@@ -255,13 +280,21 @@ class OutputProcessor:
             outputs.sent = self.host_copier.send(torch.stack([*outputs.pooled.values()]))
 
 
+def _sampled(step: ScheduledStep, states: Sequence[SlotState]) -> list[tuple[Admission, int]]:
+    """The requests of which tokens are sampled, and their number of tokens before."""
+    chunks = zip(step.chunks, states, strict=False)
+    rows = zip(states[len(step.chunks) :], step.decoding.starts, strict=True)
+    sampled = [(state.request, chunk.end) for chunk, state in chunks if chunk.num_samples]
+    return sampled + [(state.request, start + 1) for state, start in rows]
+
+
 def _only_largest(outputs: StepOutputs) -> bool:
     """Whether only the largest logits of the step are read. Equal on all ranks: it does not depend
     on what failed.
     """
-    return not any(
-        chunk.scored or (chunk.num_samples and not state.request.params.only_largest)
-        for chunk, state in zip(outputs.step.chunks, outputs.states, strict=True)
+    sampled = _sampled(outputs.step, outputs.states)
+    return all([request.params.only_largest for request, _ in sampled]) and not any(
+        [chunk.scored for chunk in outputs.step.chunks]
     )
 
 

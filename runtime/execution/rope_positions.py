@@ -20,14 +20,15 @@ class RopePositions:
         # For slots with images: the positions [3, n] of the prompt, until it is computed.
         self._of_prompts: dict[int, Array] = {}
 
-    def positions(self, chunks: Sequence[Chunk], indices: Array, bounds: Array) -> Array:
-        """Of the tokens with these indices in their sequences; chunk i has the rows bounds[i] to
-        bounds[i + 1] - 1.
+    def positions(
+        self, chunks: Sequence[Chunk], slots: Array, indices: Array, bounds: Array
+    ) -> Array:
+        """Of the tokens with these indices in their sequences; that of slots[i] has the rows
+        bounds[i] to bounds[i + 1] - 1, and the first ones are those of the chunks.
         """
         for chunk in chunks:
             if chunk.admission is not None:
                 self._admit(chunk.slot, chunk.admission)
-        slots = np.array([chunk.slot for chunk in chunks], np.int64)
         positions: Array = np.tile(indices + np.repeat(self.deltas[slots], np.diff(bounds)), (3, 1))
         if self._of_prompts:
             for chunk, row in zip(chunks, bounds.tolist(), strict=False):

@@ -255,7 +255,7 @@ class Runner:
         results = run(shape)
         if not self.pipeline.stage.is_last:
             return results[:rows]
-        return results[: sum(chunk.num_output_rows for chunk in step.chunks)]
+        return results[: step.num_output_rows]
 
     def propose(self, step: ScheduledStep, tokens: Tensor | None) -> Tensor | None:
         """Draft tokens [chunks that sample, k] i64 after the step that ran last, on the device;

@@ -33,14 +33,16 @@ class SlotState:
         self.total: Tensor | None = None
         self.error: RequestError | None = None
 
-    def specs(self, chunk: Chunk) -> list[SampleSpec]:
-        """How the tokens of this chunk are sampled; greedy if the request has failed."""
-        of, draft = self.request, chunk.draft
+    def specs(self, count: int, end: int, draft: tuple[int, ...] = ()) -> list[SampleSpec]:
+        """How `count` tokens are sampled after the tokens before position `end`, the last of which
+        are the draft; greedy if the request has failed.
+        """
+        of = self.request
         params, counts = (of.params, self.counts) if self.error is None else (GREEDY, None)
-        index = chunk.end - len(draft) - of.num_prompt
+        index = end - len(draft) - of.num_prompt
         return [
             SampleSpec(params, of.seed, index + i, of.num_prompt, of.eos_ids, draft[:i], counts)
-            for i in range(chunk.num_samples)
+            for i in range(count)
         ]
 
     def run(self, doing: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -69,12 +71,13 @@ class Slots:
         self.states: dict[int, SlotState] = {}
 
     def update(self, step: ScheduledStep) -> list[SlotState]:
-        """Apply the admissions and released slots of a step; returns the state of each chunk.
-        Idempotent.
+        """Apply the admissions and released slots of a step; returns the state of each chunk, then
+        of each decode row. Idempotent.
         """
         for slot in step.released:
             self.release(slot)
-        return [self._state(chunk) for chunk in step.chunks]
+        of_chunks = [self._state(chunk) for chunk in step.chunks]
+        return of_chunks + [self.states[slot] for slot in step.decoding.slots]
 
     def release(self, slot: int) -> None:
         state = self.states.pop(slot, None)
@@ -96,9 +99,12 @@ class Slots:
 
 
 def sample_specs(step: ScheduledStep, states: Sequence[SlotState]) -> list[SampleSpec]:
-    """One for each token that the step samples, in the order of the chunks."""
-    return [
+    """One for each token that the step samples, in the order of its rows."""
+    specs = [
         spec
-        for chunk, state in zip(step.chunks, states, strict=True)
-        for spec in state.specs(chunk)
+        for chunk, state in zip(step.chunks, states, strict=False)
+        for spec in state.specs(chunk.num_samples, chunk.end, chunk.draft)
     ]
+    for state, start in zip(states[len(step.chunks) :], step.decoding.starts, strict=True):
+        specs += state.specs(1, start + 1)
+    return specs

@@ -41,7 +41,7 @@ class AdapterSteps(StepVariant):
 
     def runs(self, step: ScheduledStep) -> bool:
         rows = self.input_batch.lora
-        return rows is not None and rows.update(step.chunks)
+        return rows is not None and rows.update(step)
 
 
 class ImageSteps(StepVariant):

@@ -22,7 +22,7 @@ from atomc.runtime.execution.capacity import (
     free_memory,
 )
 from atomc.runtime.execution.compile_programs import ProgramCompiler
-from atomc.runtime.execution.executor import Limits, Result, StepCounts
+from atomc.runtime.execution.executor import Limits, StepCounts, StepResults
 from atomc.runtime.execution.expert_load import ExpertLoad, expert_counts, rows_of_experts
 from atomc.runtime.execution.graphs import step_shapes
 from atomc.runtime.execution.input_batch import StepShape
@@ -454,8 +454,8 @@ class LaunchedStep:
                 pipeline.send_tokens(tokens)
         worker.outputs.keep_drafts(outputs, worker.runner.propose(outputs.step, tokens))
 
-    def results(self) -> list[Result]:
-        return self.outputs.results() if self.worker.samples else []
+    def results(self) -> StepResults:
+        return self.outputs.results() if self.worker.samples else StepResults()
 
 
 def _check_names(options: Options) -> None:

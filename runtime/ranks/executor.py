@@ -12,7 +12,7 @@ from atomc.loading.checkpoint_files import load_config
 from atomc.loading.loader import check_expert_placement
 from atomc.parallel import sizes
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.execution.executor import Launched, Result, StepCounts
+from atomc.runtime.execution.executor import Launched, StepCounts, StepResults
 from atomc.runtime.execution.loading.load import config_folder, expert_placement
 from atomc.runtime.execution.threads import choose
 from atomc.runtime.execution.timings import Phases
@@ -240,12 +240,13 @@ class LaunchedOnRanks:
         ):
             self.running.sample(mask)
 
-    def results(self) -> list[Result]:
+    def results(self) -> StepResults:
         with self.monitor.sending(
             lambda number: Collect(number, self.number), of_step=True
         ) as number:
             results = self.running.results()
             for done in self.monitor.wait_done(number, self.others):
-                results += done.results
+                assert done.results is not None, "the command asks for results"
+                results.add(done.results)
         self.monitor.collected(results)
         return results

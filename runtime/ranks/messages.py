@@ -4,12 +4,11 @@ Rank 0 numbers its commands; all ranks execute them in this order.
 """
 
 import zlib
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from atomc.runtime.execution.executor import Result
+from atomc.runtime.execution.executor import StepResults
 from atomc.runtime.scheduling.step import ScheduledStep
 
 # Before the first command, a rank is done with these numbers when it has imported torch, and when
@@ -84,7 +83,7 @@ class Done(msgspec.Struct, tag=True):
 
     rank: int
     number: int
-    results: list[Result] = []
+    results: StepResults | None = None
     expert_load: dict[str, list[int]] = {}
 
 
@@ -102,10 +101,9 @@ Report = Pulse | Done | CommandFailed
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def results_digest(before: int, results: Sequence[Result]) -> int:
+def results_digest(before: int, results: StepResults) -> int:
     """The digest after these results, equal in all ranks unless their tokens differ. before: that
     of all earlier ones; 0: there are none.
     """
-    return zlib.crc32(
-        _encode([(tuple(result.tokens), result.error is not None) for result in results]), before
-    )
+    of_chunks = [tuple(result.tokens) for result in results.chunks]
+    return zlib.crc32(_encode((of_chunks, results.decoded, [*results.errors])), before)

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from atomc.errors import first_line
-from atomc.runtime.execution.executor import Result
+from atomc.runtime.execution.executor import StepResults
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.endpoint import bind
 from atomc.runtime.ranks.messages import Command, CommandFailed, Done, Pulse, results_digest
@@ -196,7 +196,7 @@ class Monitor:
         self.raise_failure()
         return [done[rank] for rank in ranks]
 
-    def collected(self, results: Sequence[Result]) -> None:
+    def collected(self, results: StepResults) -> None:
         """Note the results of a step: those of the other ranks must be equal."""
         with self._changed:
             self._collected += 1

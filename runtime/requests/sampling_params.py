@@ -268,6 +268,14 @@ class SamplingParams:
         return self.temperature == 0 and self.logprobs is None and not changed
 
     @cached_property
+    def is_plain(self) -> bool:
+        """Whether a token depends on the model's logits and a random number alone, and nothing else
+        is returned.
+        """
+        changed = self.penalized or self.logit_bias or self.min_tokens or self.constraints
+        return not changed and self.logprobs is None and self.prompt_logprobs is None
+
+    @cached_property
     def filtered(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 

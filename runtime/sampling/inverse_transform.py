@@ -30,7 +30,7 @@ def inverse_transform(
 ) -> tuple[Tensor, Tensor]:
     """Token ids [R] i64 sampled from logits [R, V], and the largest logit of each row [R].
 
-    numbers   [R], uniform in [0, 1)
+    numbers   [R], uniform in [0, 1); not read if all rows are greedy
 
     The token is the first one, in order of ids, at which the cumulative probability of the
     remaining tokens exceeds numbers[i] times their total. A filter keeps all tokens that tie with

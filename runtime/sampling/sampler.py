@@ -4,12 +4,14 @@ R rows, V vocabulary, W = ceil(V / 32) words of a mask.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from atomc.runtime.requests.sample_spec import SampleSpec, uniform
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.inverse_transform import inverse_transform
 from atomc.runtime.sampling.pack_to_device import pack_to_device
 from atomc.runtime.sampling.row_logprobs import Logprobs, logprobs
@@ -60,18 +62,36 @@ class Sampler:
         self, logits: Tensor, specs: Sequence[SampleSpec], *, mask: Tensor | None = None
     ) -> Sampled:
         """As __call__, without counting the tokens: may be repeated."""
-        numbers = uniform([spec.seed for spec in specs], [spec.index for spec in specs])
-        changed = self._processed(logits, specs, mask)
-        tokens, max_logits = inverse_transform(changed, [spec.params for spec in specs], numbers)
+        drawn = self.draw(
+            self._processed(logits, specs, mask),
+            [spec.params for spec in specs],
+            [spec.seed for spec in specs],
+            [spec.index for spec in specs],
+        )
         asked = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None]
         if not asked:
-            return Sampled(tokens, max_logits)
+            return drawn
+        tokens = drawn.tokens
         counts = [specs[i].params.logprobs or 0 for i in asked]
         scored = logits, tokens
         if len(asked) < len(specs):
             rows = pack_to_device(logits.device, [(i,) for i in asked])[0, :, 0].long()
             scored = logits[rows], tokens[rows]
-        return Sampled(tokens, max_logits, tuple(asked), logprobs(*scored, counts))
+        return replace(drawn, rows=tuple(asked), logprobs=logprobs(*scored, counts))
+
+    def draw(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        indices: Sequence[int],
+    ) -> Sampled:
+        """Sample rows of these logits, which nothing changes; arguments as in SampleSpec, one for
+        each row.
+        """
+        is_random = any([of.temperature > 0 for of in params])
+        numbers = uniform(seeds, indices) if is_random else np.zeros(0)
+        return Sampled(*inverse_transform(logits, params, numbers))
 
     def _processed(
         self, logits: Tensor, specs: Sequence[SampleSpec], mask: Tensor | None

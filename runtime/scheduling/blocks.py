@@ -4,9 +4,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from atomc.runtime.requests.request import NO_LIMIT
 from atomc.runtime.scheduling.prefix_cache import first_read, longest_match
 
-NO_LIMIT = 2**62
 NewBlocks = tuple[int, tuple[int, ...]]  # position of the first in the block table, block ids
 
 
@@ -121,6 +121,9 @@ class BlockPool:
             BlockGroup(count, window) for count, window in zip(counts, windows, strict=True)
         ]
         self._tables: dict[str, list[BlockTable]] = {}
+        # What `computed % block_size` is when a block can be shared, or leaves a window.
+        self.borders = {(window - 1) % block_size for window in windows if window}
+        self.borders |= {0} if shares else set()
 
     @property
     def num_blocks(self) -> int:
@@ -224,15 +227,15 @@ class BlockPool:
         free blocks.
         """
         tables = self._tables.get(owner) or [BlockTable() for _ in self.groups]
-        missing = [
-            self._num_blocks(now if group.window else ahead or now) - table.end
-            for group, table in zip(self.groups, tables, strict=True)
-        ]
-        if any(count > len(group.free) for count, group in zip(missing, self.groups, strict=True)):
-            return False
+        missing = []
+        for group, table in zip(self.groups, tables, strict=True):
+            count = self._num_blocks(now if group.window else ahead or now) - table.end
+            if count > len(group.free):
+                return False
+            missing.append(count)
         for count, group, table in zip(missing, self.groups, tables, strict=True):
-            table.blocks.extend(group.allocate() for _ in range(count))
-        if not self.groups or any(table.blocks for table in tables):
+            table.blocks += [group.allocate() for _ in range(count)]
+        if not self.groups or any([table.blocks for table in tables]):
             self._tables[owner] = tables
         return True
 

@@ -2,16 +2,16 @@
 the step that chunks make up, until it is finished.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from atomc.runtime.requests.request import Output, Request, overlapping
-from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.blocks import BlockPool, NewBlocks
 from atomc.runtime.scheduling.prefix_sharing import PrefixSharing
 from atomc.runtime.scheduling.speculative import ForcedAcceptance
 from atomc.runtime.scheduling.state_rows import StateRows
 from atomc.runtime.scheduling.stats import Counters
-from atomc.runtime.scheduling.step import Admission, Chunk, ImageRows, ScheduledStep
+from atomc.runtime.scheduling.step import Admission, Chunk, DecodeRows, ImageRows, ScheduledStep
 
 SEED_BITS = 2**64 - 1
 
@@ -79,9 +79,13 @@ class Chunks:
         the chunk is the first.
         """
         request.admission_sent = chunk.admission is None
-        request.computed = chunk.start
         request.last_snapshot = min(request.last_snapshot, chunk.start)
         request.scored -= len(chunk.scored)
+        self.undo_row(request, chunk.start)
+
+    def undo_row(self, request: Request, start: int) -> None:
+        """Go back to before a decode row that did not run."""
+        request.computed = start
         self.pool.resend_blocks(request.id)
 
     def finish(
@@ -96,15 +100,23 @@ class Chunks:
         num_known = len(request.tokens)
         if chunk.num_samples:
             self._accept(request, chunk, new)
-        if request.slot is not None and request.num_admissions == admission:  # not preempted since
+        if request.runs_since(admission):
             self._reject(request, chunk, chunk.num_samples - len(new))
-            computed = min(chunk.end, request.computed)  # larger if another step is in flight
-            self.prefixes.cache_full_blocks(request, computed)
-            self.pool.trim(request.id, computed)
+            # Larger if another step is in flight.
+            self.cache_and_trim(request, min(chunk.end, request.computed))
         if request.pooling and chunk.end == request.num_prompt:
             request.finish_reason = "stop"
         ended = request.finish_reason is not None
-        return request.output(num_known) if ended or len(request.tokens) > num_known else None
+        if not ended and len(request.tokens) == num_known:
+            return None
+        return request.output(tuple(request.tokens[num_known:]))
+
+    def cache_and_trim(self, request: Request, computed: int) -> None:
+        """Share the full blocks of a request, and release those outside its windows, when so many
+        tokens are computed.
+        """
+        self.prefixes.cache_full_blocks(request, computed)
+        self.pool.trim(request.id, computed)
 
     def check(self, request: Request) -> None:
         """Assert that the numbers of a request that has not ended agree."""
@@ -131,7 +143,7 @@ class Chunks:
             request.draft = ()
             request.num_drafts += 1
         for token in tokens:
-            request.accept(token, self.max_len)
+            request.accept(token)
             self.counters.generated_tokens += 1
             if request.finish_reason is not None:
                 break
@@ -191,31 +203,22 @@ def _image_rows(request: Request, start: int, end: int) -> tuple[ImageRows, ...]
 
 @dataclass
 class StepInFlight:
-    """A scheduled step that is not finished.
+    """A step: first under construction, then scheduled and not finished.
 
-    requests     one per chunk
-    admissions   num_admissions of each request when the step was scheduled
+    budget      tokens that may still be added
+    of_chunks   for each chunk its request, the num_admissions of that, and the number of decode
+                rows that were added before
+    decoding    for each decode row its request and num_admissions
+    blocks      as in DecodeRows
     """
-
-    step: ScheduledStep
-    requests: list[Request]
-    admissions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.admissions = [request.num_admissions for request in self.requests]
-
-    def __iter__(self) -> Iterator[tuple[Chunk, Request, int]]:
-        return zip(self.step.chunks, self.requests, self.admissions, strict=True)
-
-
-@dataclass
-class StepBuilder:
-    """A step under construction. budget: tokens that may still be added."""
 
     pooled: bool
     budget: int
     chunks: list[Chunk] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
+    of_chunks: list[tuple[Request, int, int]] = field(default_factory=list)
+    decoding: list[tuple[Request, int]] = field(default_factory=list)
+    blocks: list[tuple[int, tuple[NewBlocks, ...]]] = field(default_factory=list)
+    step: ScheduledStep = field(default_factory=lambda: ScheduledStep(()))
 
     def accepts(self, request: Request) -> bool:
         """Whether this kind of request may be in the step."""
@@ -223,5 +226,19 @@ class StepBuilder:
 
     def add(self, request: Request, chunk: Chunk) -> None:
         self.chunks.append(chunk)
-        self.requests.append(request)
+        self.of_chunks.append((request, request.num_admissions, len(self.decoding)))
         self.budget -= chunk.num_tokens
+
+    @property
+    def decode_rows(self) -> DecodeRows:
+        slots = [request.slot for request, _ in self.decoding if request.slot is not None]
+        starts = [request.computed - 1 for request, _ in self.decoding]
+        return DecodeRows(tuple(slots), tuple(starts), tuple(self.blocks))
+
+    @property
+    def num_sampling(self) -> int:
+        """How many requests that have not ended the step samples tokens of."""
+        requests = [request for request, _ in self.decoding]
+        for chunk, (request, *_) in zip(self.chunks, self.of_chunks, strict=True):
+            requests += [request] * (chunk.num_samples > 0)
+        return sum(request.finish_reason is None for request in requests)

@@ -22,6 +22,7 @@ class DataParallelScheduler:
     """Has the methods of a Scheduler that the engine calls. A request goes to the rank with the
     fewest, of several the first; the choices of one prompt go to one rank, whose blocks they share.
 
+    ranks      schedule chunks only, without decode rows
     max_queue  requests that wait, of all ranks
     """
 
@@ -121,7 +122,10 @@ class DataParallelScheduler:
         self._in_flight.append((step, parts))
         return step
 
-    def finish_step(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> list[Output]:
+    def finish_step(
+        self, step: ScheduledStep, tokens: Sequence[Sequence[int]], decoded: Sequence[int] = ()
+    ) -> list[Output]:
+        assert not decoded, "data-parallel ranks have no decode rows"
         first, parts = self._in_flight.popleft()
         assert first is step, "steps finish in the order in which they were scheduled"
         outputs, start = [], 0

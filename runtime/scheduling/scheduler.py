@@ -2,12 +2,13 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from atomc.runtime.requests.request import FinishReason, Output, Request
 from atomc.runtime.requests.request_errors import RequestErrors
 from atomc.runtime.scheduling.blocks import BlockPool
-from atomc.runtime.scheduling.chunks import Chunks, StepBuilder, StepInFlight
+from atomc.runtime.scheduling.chunks import Chunks, StepInFlight
 from atomc.runtime.scheduling.image_cache import ImageCache, computed_in_part
 from atomc.runtime.scheduling.image_limits import ImageLimits
 from atomc.runtime.scheduling.pixel_store import PixelStore
@@ -48,6 +49,7 @@ class Scheduler:
     Errors of a single request go to `request_errors`; the request may still be in steps until it is
     aborted.
 
+    decode_rows     requests that only decode are DecodeRows of a step; False: chunks, as all others
     state_rows      as in Limits; without snapshots of it, no prefix is shared
     lookahead       blocks are reserved for this many tokens after those of a step, because a draft
                     model writes there
@@ -67,6 +69,7 @@ class Scheduler:
         max_queue: int = 1024,
         policy: str = "fcfs",
         request_errors: RequestErrors | None = None,
+        decode_rows: bool = True,
         state_rows: StateRows | None = None,
         snapshots: Snapshots | None = None,
         lookahead: int = 0,
@@ -86,6 +89,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queue = max_queue
         self.state_rows, self.snapshots, self.lookahead = state_rows, snapshots, lookahead
+        # A row takes no snapshots.
+        self._decode_rows = decode_rows and snapshots is None
         # Maximum sequence length: such a request must fit if it has the whole pool.
         self.max_len = min(max_model_len, pool.longest(2 * max_num_batched_tokens))
         self.queues = RequestQueues(max_num_seqs, by_priority=policy == "priority")
@@ -128,8 +133,9 @@ class Scheduler:
 
     @property
     def first_requests(self) -> Sequence[Request]:
-        """The requests of the next step to finish, one per chunk."""
-        return self._in_flight[0].requests
+        """The requests of the next step to finish, one per chunk, then one per decode row."""
+        first = self._in_flight[0]
+        return [request for request, *_ in first.of_chunks + first.decoding]
 
     def forget_counts(self) -> None:
         """Reset the counters and the caches. There must be no requests."""
@@ -179,6 +185,7 @@ class Scheduler:
             held = f"images of {len(self.requests)} requests take {self.pixels.num_bytes} bytes"
             raise QueueFull(held)
         request.images = self.pixels.add(request.images)
+        request.max_length = min(request.max_length, self.max_len)
         request.queued_since = time.monotonic()
         self.queues.add(request)
 
@@ -201,18 +208,27 @@ class Scheduler:
         )
         return None
 
-    def finish_step(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> list[Output]:
+    def finish_step(
+        self, step: ScheduledStep, tokens: Sequence[Sequence[int]], decoded: Sequence[int] = ()
+    ) -> list[Output]:
         """Append the sampled tokens and return an Output for each request with new ones.
 
-        tokens   for each chunk that samples: the accepted tokens of its draft and one more
+        tokens    for each chunk that samples: the accepted tokens of its draft and one more
+        decoded   the token of each decode row
 
         Requests that were aborted or finished while the step ran are skipped.
         """
         in_flight = self._in_flight.popleft()
         assert in_flight.step is step, "steps finish in the order in which they were scheduled"
         sampled = iter(tokens)
-        outputs = []
-        for chunk, request, admission in in_flight:
+        outputs: list[Output] = []
+        rows = zip(in_flight.decoding, step.decoding.starts, decoded, strict=True)
+        num_rows = 0  # that are finished
+        for chunk, (request, admission, before) in zip(
+            step.chunks, in_flight.of_chunks, strict=True
+        ):
+            outputs += self._finish_rows(islice(rows, before - num_rows))
+            num_rows = before
             new = next(sampled) if chunk.num_samples else ()
             if request.finish_reason is None:
                 output = self.request_errors.run(
@@ -233,7 +249,7 @@ class Scheduler:
         assert next(sampled, None) is None, (
             f"{len(tokens)} token lists, but fewer chunks that sample"
         )
-        return outputs
+        return outputs + self._finish_rows(rows)
 
     def undo_step(self, step: ScheduledStep) -> None:
         """Revert the last scheduled step, which failed before or while it ran."""
@@ -241,11 +257,19 @@ class Scheduler:
         assert in_flight.step is step, "only the last step can be undone"
         self.queues.undo_take(step.released)
         self.images.undo(step.images, step.dropped)
-        for chunk, request, admission in in_flight:
+        for (request, admission), start in zip(
+            in_flight.decoding, step.decoding.starts, strict=True
+        ):
+            request.num_in_flight -= 1
+            if request.runs_since(admission):
+                self.chunks.undo_row(request, start)
+                if self.state_rows is not None:
+                    self._preempt(request)
+        for chunk, (request, admission, _) in zip(step.chunks, in_flight.of_chunks, strict=True):
             request.num_in_flight -= bool(chunk.num_samples)
             if chunk.snapshot is not None and self.snapshots is not None:
                 self.snapshots.drop(chunk.snapshot)
-            if request.slot is not None and request.num_admissions == admission:
+            if request.runs_since(admission):
                 self.chunks.undo(request, chunk)
                 if chunk.start and self.state_rows is not None:
                     self._preempt(request)
@@ -276,18 +300,13 @@ class Scheduler:
         )
         for request in (*self.running, *self.waiting):
             self.chunks.check(request)
-        expected = sum(
-            bool(chunk.num_samples)
-            for in_flight in self._in_flight
-            for chunk, request, _ in in_flight
-            if request.finish_reason is None
-        )
+        expected = sum(in_flight.num_sampling for in_flight in self._in_flight)
         counted = sum(request.num_in_flight for request in (*self.running, *self.waiting))
         assert expected == counted, "num_in_flight is wrong"
 
     def _schedule(self, pooled: bool) -> StepInFlight | None:
         """The next generation or pooling step; None if it would be empty."""
-        builder = StepBuilder(pooled, self.max_num_batched_tokens)
+        builder = StepInFlight(pooled, self.max_num_batched_tokens)
         if self.queues.by_priority:
             self._preempt_for_waiting(pooled)
         self.images.begin(computed_in_part(self.running))
@@ -295,24 +314,58 @@ class Scheduler:
         self._schedule_running(builder)
         if preempted == self.counters.preemptions:
             self._schedule_waiting(builder)
-        if not builder.chunks:
+        if not builder.chunks and not builder.decoding:
             return None
         images, dropped = self.images.end()
         self.counters.images_encoded += len(images)
-        released = self.queues.take_released()
-        step = ScheduledStep(tuple(builder.chunks), pooled, released, images, dropped)
-        return StepInFlight(step, builder.requests)
+        builder.step = ScheduledStep(
+            tuple(builder.chunks),
+            pooled,
+            self.queues.take_released(),
+            images,
+            dropped,
+            decoding=builder.decode_rows,
+        )
+        return builder
 
-    def _schedule_running(self, builder: StepBuilder) -> None:
-        """Add chunks of running requests, in order."""
+    def _schedule_running(self, builder: StepInFlight) -> None:
+        """Add decode rows and chunks of running requests, in order."""
+        rows = self._decode_rows and not builder.pooled
         for request in list(self.running):
             if not builder.budget or request.slot is None:  # preempted, and so are all after it
                 return
+            # Only the token in flight is to be computed, and one may follow it.
+            if (
+                rows
+                and request.num_in_flight == 1
+                and request.is_plain
+                and not request.draft
+                and request.computed < request.max_length - 1
+            ):
+                if request.computed % self.pool.block_size or self._reserve_row(builder, request):
+                    request.computed += 1
+                    request.num_in_flight = 2
+                    builder.decoding.append((request, request.num_admissions))
+                    builder.budget -= 1
+                continue
             count = self._num_new_tokens(request, builder.budget) if builder.accepts(request) else 0
             if count and self._reserve(request, self._ahead(request.computed + count)):
                 self._add_chunk(builder, request, count)
 
-    def _schedule_waiting(self, builder: StepBuilder) -> None:
+    def _reserve_row(self, builder: StepInFlight, request: Request) -> bool:
+        """Reserve the block that begins with the next token. False if the request was preempted, or
+        has failed.
+        """
+        if not self._reserve(request, self._ahead(request.computed + 1)):
+            return False
+        blocks = self.request_errors.run(
+            request.id, "scheduling it", self.pool.take_new_blocks, request.id
+        )
+        if blocks is not None and request.slot is not None:
+            builder.blocks.append((request.slot, blocks))
+        return blocks is not None
+
+    def _schedule_waiting(self, builder: StepInFlight) -> None:
         """Admit waiting requests in order, up to the first one that does not fit. Those whose first
         image must wait are passed by others, but not by others with images.
         """
@@ -335,7 +388,7 @@ class Scheduler:
                 return
             self._add_chunk(builder, request, self._num_new_tokens(request, builder.budget))
 
-    def _add_chunk(self, builder: StepBuilder, request: Request, count: int) -> None:
+    def _add_chunk(self, builder: StepInFlight, request: Request, count: int) -> None:
         chunk = self.request_errors.run(
             request.id, "scheduling it", self.chunks.make, request, count
         )
@@ -353,7 +406,7 @@ class Scheduler:
             request.draft = ()  # the state after it would be that of rejected tokens, too
         if request.pending + len(request.draft) == 1:
             # Decode. Nothing to compute if the token in flight is the last one.
-            if request.num_in_flight and not request.room(self.max_len):
+            if request.num_in_flight and not request.room:
                 return 0
             return self._take_images(request, 1)
         count = min(request.pending + len(request.draft), budget)
@@ -477,3 +530,26 @@ class Scheduler:
         if request.finish_reason is not None:
             self._remove(request)
         return output
+
+    def _finish_rows(self, rows: Iterable[tuple[tuple[Request, int], int, int]]) -> list[Output]:
+        """As `_finish`, for decode rows: requests with num_admissions, positions and new tokens.
+        Short, because it runs for every token.
+        """
+        outputs, block_size, borders = [], self.pool.block_size, self.pool.borders
+        for (request, admission), start, token in rows:
+            if request.finish_reason is not None:
+                continue
+            request.num_in_flight -= 1
+            try:
+                request.tokens.append(token)
+                if token in request.last_ids or start + 2 == request.max_length:
+                    request.finish()
+                if (start + 1) % block_size in borders and request.runs_since(admission):
+                    self.chunks.cache_and_trim(request, start + 1)
+                if request.finish_reason is not None:
+                    self._remove(request)
+                outputs.append(request.output((token,)))
+            except BaseException as error:  # as in RequestErrors.run
+                self.request_errors.fail(request.id, "appending its new tokens", error)
+        self.counters.generated_tokens += len(outputs)
+        return outputs

@@ -124,6 +124,20 @@ class Chunk(NamedTuple):
         return max(self.num_samples - 1, 0) if self.accept is None else self.accept
 
 
+class DecodeRows(NamedTuple):
+    """Requests that only decode, a row each: its token is the one that the previous step samples
+    for its slot, and one token is sampled after it.
+
+    slots    as in Chunk
+    starts   position of each token; all earlier ones are in the cache
+    blocks   the slots that got blocks since the previous step, with these as in Chunk
+    """
+
+    slots: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, tuple[NewBlocks, ...]], ...] = ()
+
+
 class StepSize(NamedTuple):
     """The sizes by which a step is padded.
 
@@ -151,7 +165,8 @@ class RankPart(NamedTuple):
 
 
 class ScheduledStep(NamedTuple):
-    """The chunks of one step: at least one, unless it is the part of a data-parallel rank.
+    """The chunks of one step, and after their rows those of requests that only decode: at least one
+    of both, unless it is the part of a data-parallel rank.
 
     pooled     a pooling step: computes hidden states instead of logits
     released   slots released since the previous step; this step may reuse them
@@ -169,6 +184,7 @@ class ScheduledStep(NamedTuple):
     dropped: tuple[bytes, ...] = ()
     parts: tuple[RankPart, ...] = ()
     size: StepSize | None = None
+    decoding: DecodeRows = DecodeRows()
 
     def rank_part(self, rank: int) -> "ScheduledStep":
         """The part of a data-parallel rank; the step itself if it has no parts. A rank without
@@ -192,9 +208,9 @@ class ScheduledStep(NamedTuple):
             return StepSize(*map(max, zip(*sizes, strict=True)))
         return StepSize(
             self.num_tokens,
-            len(self.chunks),
-            sum([chunk.num_output_rows for chunk in self.chunks]),
-            max([chunk.num_tokens for chunk in self.chunks], default=0),
+            len(self.chunks) + self.num_decoding,
+            self.num_output_rows,
+            max([chunk.num_tokens for chunk in self.chunks], default=min(self.num_decoding, 1)),
             self.pooled,
         )
 
@@ -217,13 +233,22 @@ class ScheduledStep(NamedTuple):
         return any([chunk.images for chunk in self.chunks])
 
     @property
+    def num_decoding(self) -> int:
+        return len(self.decoding.slots)
+
+    @property
     def num_tokens(self) -> int:
-        return sum([chunk.num_tokens for chunk in self.chunks])
+        return sum([chunk.num_tokens for chunk in self.chunks]) + self.num_decoding
+
+    @property
+    def num_output_rows(self) -> int:
+        """Number of rows whose logits, or hidden states, are computed."""
+        return sum([chunk.num_output_rows for chunk in self.chunks]) + self.num_decoding
 
     @property
     def num_samples(self) -> int:
         """Number of tokens that the step samples."""
-        return sum([chunk.num_samples for chunk in self.chunks])
+        return sum([chunk.num_samples for chunk in self.chunks]) + self.num_decoding
 
     @property
     def sampled_slots(self) -> list[int]:

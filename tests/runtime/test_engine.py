@@ -2,6 +2,7 @@
 how.
 """
 
+import cProfile
 import json
 import sys
 from dataclasses import replace
@@ -48,6 +49,30 @@ def plain():
 @pytest.fixture(scope="module")
 def alone():
     return equality.Alone(engine("contiguous", enable_prefix_caching=False))
+
+
+def test_a_decode_step_makes_few_calls_for_each_request(monkeypatch):
+    count, steps = 256, 32  # some cross a block border in each step
+    started = engine(max_num_seqs=count, max_num_batched_tokens=1024, kv_bytes=2**28)
+    params = SamplingParams(max_tokens=steps + 8, ignore_eos=True)
+    for i in range(count):
+        started.add(started.request(str(i), range(1, 2 + i % 16), params))
+    while any(request.num_new < 2 for request in started.scheduler.requests.values()):
+        started.step()
+    calls, run_model = cProfile.Profile(), started.executor.runner._run
+
+    def outside(*args, **kwargs):
+        calls.disable()
+        logits = run_model(*args, **kwargs)
+        calls.enable()
+        return logits
+
+    monkeypatch.setattr(started.executor.runner, "_run", outside)
+    calls.enable()
+    for _ in range(steps):
+        assert len(started.step()) == count
+    calls.disable()
+    assert sum(entry.callcount for entry in calls.getstats()) <= 10 * steps * count
 
 
 def run(engine, *requests):

@@ -220,6 +220,8 @@ def counts_are_victims(engine, counts):
 SCORED = (("prompt_logprobs", 1),)
 SALTED = (("salt", "victim"),)
 FREE = (("structured", None), ("temperature", 0.0), ("max_tokens", 40))
+# A request whose tokens after the first are decode rows.
+PLAIN = (*FREE, ("repetition_penalty", 1.0), ("logit_bias", {}), ("logprobs", None))
 HOOKS = [
     # Admitted
     Hook(StructuredMatchers, "matcher", lambda engine, self, form: form.regex.endswith("{9}")),
@@ -230,6 +232,8 @@ HOOKS = [
     Hook(prefix_sharing, "extend_keys", lambda engine, request, size: request.salt == "victim", at=2, given=SALTED),
     Hook(chunks, "_admission", lambda engine, request: request.id == "victim"),
     Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=3),
+    Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=2, given=PLAIN),
+    Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=3, given=PLAIN),
     Hook(NGramProposer, "propose", lambda engine, self, *_: proposer_is_victims(engine, self), speculates=True),
     # Constrained
     Hook(GrammarCompiler, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows)),
@@ -246,7 +250,10 @@ HOOKS = [
     Hook(LogprobsRow, "read", lambda engine, self: self.count == VICTIM_LOGPROBS, at=3),
     Hook(output_processor._HostResults, "result", lambda engine, self, chunk, *_: chunk.request_id == "victim", at=2, given=FREE),
     Hook(Request, "accept", lambda engine, self, *_: self.id == "victim", at=2),
+    Hook(Request, "finish", lambda engine, self: self.id == "victim", given=PLAIN),
     Hook(BlockPool, "cache", lambda engine, self, owner, *_: owner == "victim", given=(("salt", "names"),)),
+    Hook(BlockPool, "cache", lambda engine, self, owner, *_: owner == "victim", at=3,
+         given=(*PLAIN, ("salt", "names"))),
     # Scored and pooled
     Hook(output_processor, "_scores", lambda engine, chunk, *_: chunk.request_id == "victim", given=SCORED),
     Hook(output_processor, "_pooled", lambda engine, chunk, *_: chunk.request_id == "victim", given=(("pooling", "mean"),)),
@@ -606,9 +613,12 @@ def test_a_prompt_that_fails_does_not_lose_the_others_and_a_stream_of_it_raises_
 
     def logits(step):
         found = original(step).clone()
-        for row, chunk in enumerate(step.chunks):
-            failing.update({chunk.request_id} if chunk.start == 0 and chunk.tokens[0] == 7 else ())
-            if chunk.request_id in failing and chunk.end == 4:
+        for chunk in step.chunks:
+            if chunk.start == 0:
+                (failing.add if chunk.tokens[0] == 7 else failing.discard)(chunk.slot)
+        rows = zip(step.decoding.slots, step.decoding.starts, strict=True)
+        for row, (slot, start) in enumerate(rows, len(step.chunks)):
+            if slot in failing and start == 3:
                 found[row] = NAN
         return found
 

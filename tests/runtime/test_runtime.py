@@ -30,7 +30,7 @@ from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.sampler import Sampler
 from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.scheduler import Scheduler
-from atomc.runtime.scheduling.step import Chunk, ScheduledStep
+from atomc.runtime.scheduling.step import Chunk, DecodeRows, ScheduledStep
 from atomc.runtime.text.detokenizer import Detokenizer
 from atomc.stock.adapter import wrap_stock
 
@@ -367,6 +367,22 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
         [0, 4, 3, 0, 0],
         [5, 2, 0, 0, 0],
         [0, 0, 0, 0, 0],
+    ]
+
+    # Decode rows come after the chunks; one of them has a new block.
+    input_batch.keep_tokens(torch.tensor([61, 71]))
+    rows = DecodeRows((3, 2), (10, 6), ((3, ((3, (4,)),) * 2),))
+    step = ScheduledStep((chunk("b", 0, (9, 8), 1, ()),), decoding=rows)
+    tensors = input_batch.step(input_batch.write(step, StepShape(5, 3, 3, 5)))
+    assert tensors.input_ids.tolist() == [9, 8, 61, 71, 0]
+    assert tensors.positions.tolist() == [1, 2, 10, 6, 0]
+    assert tensors.query_start.tolist() == [0, 2, 3, 4] and tensors.seq_lens.tolist() == [3, 11, 7]
+    assert tensors.logits_rows.tolist() == [1, 2, 3]
+    assert tensors.groups[1].slots.tolist() == [5, 6, 14, 10, -1]
+    assert tensors.groups[1].block_tables.tolist() == [
+        [1, 0, 0, 0, 0],
+        [0, 4, 3, 4, 0],
+        [5, 2, 0, 0, 0],
     ]
 
 

@@ -27,6 +27,7 @@ def scheduler(ranks: int = 2, max_queue: int = 100) -> DataParallelScheduler:
         [
             Scheduler(
                 BlockPool(16, 4),
+                decode_rows=False,
                 max_num_seqs=4,
                 max_num_batched_tokens=12,
                 max_model_len=60,

@@ -51,7 +51,8 @@ def request(name, *parts, count=4):
 
 
 def finish(s, step, token=1):
-    s.finish_step(step, [[token]] * step.num_samples)
+    decoded = [token] * step.num_decoding
+    s.finish_step(step, [[token]] * (step.num_samples - len(decoded)), decoded)
     s.check()
 
 

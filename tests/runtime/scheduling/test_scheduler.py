@@ -3,6 +3,7 @@ aborts.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from atomc.runtime.execution.slots import Slots
 from atomc.runtime.requests.request import Request, siblings
 from atomc.runtime.requests.sample_spec import uniform
-from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams, Structured
 from atomc.runtime.sampling.token_counts import TokenCounts
 from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.prefix_cache import first_read
 from atomc.runtime.scheduling.scheduler import QueueFull, Scheduler
-from atomc.runtime.scheduling.step import Admission, Chunk, ScheduledStep
+from atomc.runtime.scheduling.step import Admission, Chunk, DecodeRows, ScheduledStep
 
 
 def scheduler(
@@ -43,11 +44,30 @@ def request(name, num_prompt, **params):
     return Request(name, list(range(num_prompt)), SamplingParams(**params))
 
 
-def shares(step):
+def shares(chunks):
     """What each request computes: (id, start, number of tokens, whether a token is drawn)."""
     return [
         (chunk.request_id, chunk.start, chunk.num_tokens, bool(chunk.num_samples))
-        for chunk in step.chunks
+        for chunk in chunks
+    ]
+
+
+def tokens_of(chunks, tokens):
+    """tokens: by request. Returns those of the chunks that sample."""
+    return [tokens[chunk.request_id] for chunk in chunks if chunk.num_samples]
+
+
+def rows_as_chunks(step, names):
+    """The chunks of a step, then its decode rows as chunks. names: the request in each slot."""
+    blocks = dict(step.decoding.blocks)
+    names.update({chunk.slot: chunk.request_id for chunk in step.chunks})
+    rows = zip(step.decoding.slots, step.decoding.starts, strict=True)
+    return [
+        *step.chunks,
+        *[
+            Chunk(names[slot], slot, (), start, blocks.get(slot, ()), True, 1, 1)
+            for slot, start in rows
+        ],
     ]
 
 
@@ -60,7 +80,7 @@ def advance(s, token=100):
     step = s.next_step()
     outputs = s.finish_step(step, [[token]] * step.num_samples)
     s.check()
-    return shares(step), finished(outputs)
+    return shares(step.chunks), finished(outputs)
 
 
 def test_nothing_to_do_is_no_step():
@@ -295,7 +315,7 @@ def test_a_preempted_request_draws_the_same_numbers():
         seen, steps, slots = {}, 0, Slots(TokenCounts(torch.device("cpu"), 8))
         while (step := s.next_step()) is not None:
             for chunk, state in zip(step.chunks, slots.update(step), strict=True):
-                for spec in state.specs(chunk):
+                for spec in state.specs(chunk.num_samples, chunk.end, chunk.draft):
                     seen[chunk.request_id, chunk.end] = float(uniform([spec.seed], [spec.index])[0])
             s.finish_step(step, [[100]] * step.num_samples)
             steps += 1
@@ -312,18 +332,41 @@ def test_the_next_step_is_decided_before_the_tokens_of_the_last_are_known():
     a = request("a", 3, max_tokens=3)
     s.add(a)
     first, second = s.next_step(), s.next_step()
-    assert [
-        (chunk.tokens, chunk.has_placeholder, chunk.start)
-        for step in (first, second)
-        for chunk in step.chunks
-    ] == [((0, 1, 2), False, 0), ((), True, 3)]
+    assert [chunk.tokens for chunk in first.chunks] == [(0, 1, 2)]
+    assert second == ScheduledStep((), decoding=DecodeRows((0,), (3,)))
     s.check()
     assert finished(s.finish_step(first, [[7]])) == [] and a.tokens == [0, 1, 2, 7]
     third = s.next_step()
+    assert third.decoding == DecodeRows((0,), (4,), ((0, ((1, (1,)),)),))  # with another block
     assert s.next_step() is None  # no token follows the third
-    s.finish_step(second, [[8]])
-    assert finished(s.finish_step(third, [[9]])) == ["a"] and a.new_tokens == [7, 8, 9]
+    s.finish_step(second, [], [8])
+    assert finished(s.finish_step(third, [], [9])) == ["a"] and a.new_tokens == [7, 8, 9]
     s.check()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+        {"presence_penalty": 1.0},
+        {"logit_bias": {1: 1.0}},
+        {"min_tokens": 1},
+        {"allowed_token_ids": (1,)},
+        {"bad_words": ("a",)},
+        {"structured": Structured(regex="a*")},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_a_request_with_more_than_a_token_is_a_chunk_beside_decode_rows(params):
+    s = scheduler()
+    s.add(request("plain", 3, temperature=0.5, top_p=0.9))
+    s.add(request("other", 3, **params))
+    s.next_step()
+    step = s.next_step()
+    assert step.decoding.slots == (0,) and [x.request_id for x in step.chunks] == ["other"]
+    assert (step.num_tokens, step.num_samples, step.num_output_rows) == (2, 2, 2)
+    assert step.padded_size == (2, 2, 2, 1, False)
 
 
 def test_a_token_drawn_after_the_last_one_is_dropped():
@@ -332,9 +375,55 @@ def test_a_token_drawn_after_the_last_one_is_dropped():
     s.add(a)
     first, second = s.next_step(), s.next_step()
     assert finished(s.finish_step(first, [[2]])) == ["a"]
-    assert s.finish_step(second, [[7]]) == [] and a.new_tokens == [2]
+    assert s.finish_step(second, [], [7]) == [] and a.new_tokens == [2]
     s.check()
     assert s.pool.num_free == 16
+
+
+def test_no_row_follows_a_draft_in_flight():
+    s = scheduler()
+    s.add(a := request("a", 3, max_tokens=9))
+    advance(s)
+    a.draft = (4, 5)
+    s.next_step()
+    assert s.next_step() is None and a.computed == 6
+
+
+def test_decode_rows_let_go_of_blocks_as_chunks_do():
+    def held(decode_rows):
+        s = Scheduler(
+            BlockPool([16, 16], 4, [0, 6]),
+            max_num_seqs=1,
+            max_num_batched_tokens=16,
+            max_model_len=40,
+            decode_rows=decode_rows,
+        )
+        s.add(request("a", 5, max_tokens=25))
+        tables, steps = [], [s.next_step()]
+        while s.requests:
+            steps.append(s.next_step())
+            step = steps.pop(0)
+            rows = [100] * step.num_decoding
+            s.finish_step(step, [[100]] * len(step.chunks), rows)
+            tables.append([s.pool.table("a", group) for group in (0, 1)])
+        return tables
+
+    assert held(True) == held(False) and max(len(windowed) for _, windowed in held(True)) == 3
+
+
+def test_a_row_of_a_request_that_was_preempted_meanwhile_shares_no_block():
+    s = scheduler(max_num_seqs=1, policy="priority", shares=True)
+    s.add(late := Request("late", [1, 2, 3], SamplingParams(max_tokens=8), priority=1))
+    first, row = s.next_step(), s.next_step()
+    s.finish_step(first, [[4]])
+    s.add(request("urgent", 2, max_tokens=1))
+    urgent = s.next_step()
+    assert row.decoding.starts == (3,) and late in s.waiting
+    s.finish_step(row, [], [5])  # the row filled a block, which is not its own any more
+    s.check()
+    assert late.tokens == [1, 2, 3, 4, 5] and not s.request_errors.failed
+    s.finish_step(urgent, [[100]])
+    assert advance(s)[0] == [("late", 0, 5, True)]
 
 
 def test_a_draft_is_kept_as_far_as_it_is_right():
@@ -468,7 +557,7 @@ EOS = 0
 
 class Machine(RuleBasedStateMachine):
     """A scheduler, and a device whose cache holds histories: what it draws shows whether it read
-    the right ones.
+    the right ones. Another scheduler, without decode rows, must decide equally.
     """
 
     @initialize(
@@ -482,15 +571,20 @@ class Machine(RuleBasedStateMachine):
     )
     def start(self, num_blocks, block_size, max_num_seqs, budget, window, shares, policy):
         windows = [0, window] if window else [0]
-        self.pool = BlockPool(num_blocks, block_size, windows, shares=shares)
-        self.s = Scheduler(
-            self.pool,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_model_len=28,
-            policy=policy,
-            max_queue=12,
-        )
+        self.s, self.other = [
+            Scheduler(
+                BlockPool(num_blocks, block_size, windows, shares=shares),
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                max_model_len=28,
+                policy=policy,
+                max_queue=12,
+                decode_rows=decode_rows,
+            )
+            for decode_rows in (True, False)
+        ]
+        self.pool = self.s.pool
+        self.names = {}
         self.caches = [{} for _ in windows]
         self.tables = [{} for _ in windows]
         self.last = {}
@@ -512,13 +606,15 @@ class Machine(RuleBasedStateMachine):
             f"r{len(self.all)}", prompt, params, frozenset({EOS}), priority=priority, salt=salt
         )
         if len(prompt) < self.s.max_len and len(self.s.waiting) < self.s.max_queue:
+            self.other.add(replace(r, keys=[]))
             self.s.add(r)
             self.all.append(r)
 
     @rule(which=st.integers(0, 40))
     def abort(self, which):
         if self.all:
-            self.s.abort(self.all[which % len(self.all)].id)
+            name = self.all[which % len(self.all)].id
+            assert self.s.abort(name) == self.other.abort(name)
 
     @rule(which=st.integers(0, 40), right=st.integers(0, 3), wrong=st.integers(0, 2))
     def draft(self, which, right, wrong):
@@ -528,20 +624,24 @@ class Machine(RuleBasedStateMachine):
         r = running[which % len(running)]
         true = alone(r.tokens[: r.num_prompt], r.salt, 99, 99)[len(r.tokens) :]
         guess = [*true[:right], *[(token + 1) % V for token in true[right : right + wrong]]]
-        r.draft = tuple(guess[: max(r.room(self.s.max_len) - 1, 0)])
+        r.draft = self.other.requests[r.id].draft = tuple(guess[: max(r.room - 1, 0)])
 
     @precondition(lambda self: len(self.flights) < 2)
     @rule()
     def launch(self):
-        step = self.s.next_step()
+        step, other = self.decided()
         if step is not None:
-            self.flights.append((self.device(step), step))
+            chunks = rows_as_chunks(step, self.names)
+            self.flights.append((self.device(chunks), chunks, step, other))
 
     @precondition(lambda self: self.flights)
     @rule()
     def collect(self):
-        tokens, step = self.flights.pop(0)
-        self.s.finish_step(step, tokens)
+        tokens, chunks, step, other = self.flights.pop(0)
+        of_rows = [tokens[chunk.request_id][0] for chunk in chunks[len(step.chunks) :]]
+        outputs = self.s.finish_step(step, tokens_of(step.chunks, tokens), of_rows)
+        others = self.other.finish_step(other, tokens_of(other.chunks, tokens))
+        assert {x.request_id: x for x in outputs} == {x.request_id: x for x in others}
 
     @rule(count=st.integers(1, 8))
     def go_on(self, count):
@@ -553,18 +653,29 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def fail(self):
         """A step that is decided and cannot be run."""
-        step = self.s.next_step()
+        step, other = self.decided()
         if step is not None:
             self.s.undo_step(step)
+            self.other.undo_step(other)
+
+    def decided(self):
+        """The next step of both schedulers, which computes the same."""
+        step, other = self.s.next_step(), self.other.next_step()
+        assert (step is None) == (other is None)
+        if step is not None:
+            assert sorted(shares(rows_as_chunks(step, self.names))) == sorted(shares(other.chunks))
+            assert step.released == other.released
+        return step, other
 
     def collect_all(self):
         while self.flights:
             self.collect()
 
-    def device(self, step):
-        assert 0 < step.num_tokens <= self.s.max_num_batched_tokens
-        drawn, now = [], []
-        for chunk, r in zip(step.chunks, self.requests(step), strict=True):
+    def device(self, chunks):
+        """What is sampled, by request."""
+        assert 0 < sum(chunk.num_tokens for chunk in chunks) <= self.s.max_num_batched_tokens
+        drawn, now = {}, []
+        for chunk, r in zip(chunks, self.requests(chunks), strict=True):
             for g, (start, blocks) in enumerate(chunk.blocks):
                 table = self.tables[g].setdefault(chunk.slot, {})
                 table.update(enumerate(blocks, start))
@@ -599,12 +710,12 @@ class Machine(RuleBasedStateMachine):
                     new.append(state % V)
                     if i < len(chunk.draft) and chunk.draft[i] != new[-1]:
                         break
-                drawn.append(new)
+                drawn[r.id] = new
                 self.last[chunk.slot] = new[-1]
         return drawn
 
-    def requests(self, step):
-        return [next(r for r in self.all if r.id == chunk.request_id) for chunk in step.chunks]
+    def requests(self, chunks):
+        return [next(r for r in self.all if r.id == chunk.request_id) for chunk in chunks]
 
     def place(self, g, chunk, position):
         block, offset = divmod(position, self.pool.block_size)
@@ -614,6 +725,20 @@ class Machine(RuleBasedStateMachine):
     def holds(self):
         if hasattr(self, "s"):
             self.s.check()
+            self.other.check()
+            assert vars(self.s.counters) == vars(self.other.counters)
+            assert [list(group.free) for group in self.s.pool.groups] == [
+                list(group.free) for group in self.other.pool.groups
+            ]
+            for queue in ("running", "waiting"):
+                assert [self.state(self.s, r) for r in getattr(self.s, queue)] == [
+                    self.state(self.other, r) for r in getattr(self.other, queue)
+                ]
+
+    def state(self, s, r):
+        tables = [s.pool.table(r.id, g) for g in range(len(s.pool.groups))]
+        numbers = r.computed, r.num_in_flight, r.slot, r.num_cached_blocks
+        return r.id, r.tokens, r.draft, numbers, r.keys, tables
 
     def teardown(self):
         if not hasattr(self, "s"):

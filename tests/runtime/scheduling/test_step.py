@@ -50,7 +50,7 @@ def steps(s, requests, drafts=True):
         if waiting:
             s.add(waiting.pop(0))
         for request in s.running:
-            if drafts and request.pending == 1 and request.num_new and request.room(s.max_len) > 2:
+            if drafts and request.pending == 1 and request.num_new and request.room > 2:
                 request.draft = (rng.randrange(9),) * rng.randrange(3)
         step = s.next_step()
         yield step
