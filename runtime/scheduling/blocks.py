@@ -242,6 +242,8 @@ class BlockPool:
     def trim(self, owner: str, computed: int) -> None:
         """Release blocks outside the windows of all tokens from position `computed`."""
         for group, table in zip(self.groups, self._tables[owner], strict=True):
+            if not group.window:
+                continue
             gone = (
                 min(first_read(computed, group.window) // self.block_size, table.end) - table.first
             )

@@ -24,7 +24,7 @@ def extend_keys(request: Request, block_size: int) -> None:
         start, end = i * block_size, (i + 1) * block_size
         content = array("q", tokens[start:end]).tobytes()
         # All tokens of images are equal: what they are is in the digest, and where in the start.
-        for image in overlapping(request.images, start, end):
+        for image in overlapping(request.images, start, end) if request.images else ():
             content += array("q", [image.start, len(image.digest)]).tobytes() + image.digest
         keys.append(_digest(parent + content))
 
