@@ -100,7 +100,7 @@ BUGS = [
     ),
     bug(
         "prefix_cache",
-        "overlapping(request.images, start, end):",
+        "overlapping(request.images, start, end) if request.images else ():",
         "():",
         f"{IMAGES} -k 'share_no_block'",
     ),
