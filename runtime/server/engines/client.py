@@ -23,6 +23,7 @@ import zmq
 import zmq.asyncio
 
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.requests.request import Output
 from atomc.runtime.scheduling.stats import Stats
 from atomc.runtime.server.engines import ipc
 from atomc.runtime.server.engines.control_calls import CallName, ControlCall, Reply
@@ -352,6 +353,9 @@ class EngineClient:
         for refused in event.refused:
             if (stream := self._streams.pop(refused.id, None)) is not None:
                 stream.fail(RequestRefused(refused))
+        for request_id, token in zip(event.ids, event.tokens, strict=True):
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.put(Output(request_id, (token,)))
         for output in event.outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:

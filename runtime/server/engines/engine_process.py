@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
@@ -32,6 +32,7 @@ from atomc.torch_compat.exceptions import is_failure
 
 if TYPE_CHECKING:
     from atomc.runtime.engine import Engine
+    from atomc.runtime.requests.request import Output
 
 log = logging.getLogger("atomc.engine")
 LINGER_MS = 2000
@@ -179,6 +180,7 @@ class EngineLoop:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ipc.EngineCommand).decode
         self._progress = Progress()
+        self._unanswered: set[str] = set()  # accepted requests without an output
         self._idle_ms = POLL_RANKS_MS if engine.config.num_ranks > 1 else None
 
     def run(self) -> None:
@@ -211,10 +213,22 @@ class EngineLoop:
                     break
             self.engine.raise_failure()
             if self.engine.has_work:
-                self._progress.outputs += self.engine.step()
+                self._add_outputs(self.engine.step())
             if self._progress != Progress():
                 self._send(self._progress)
                 self._progress = Progress()
+
+    def _add_outputs(self, outputs: "Sequence[Output]") -> None:
+        progress, with_output = self._progress, self._unanswered
+        for output in outputs:
+            # A token that follows an output of the same message is an output, too.
+            if output.is_token and output.request_id not in with_output:
+                progress.ids.append(output.request_id)
+                progress.tokens.append(output.token_ids[0])
+            else:
+                with_output.add(output.request_id)
+                progress.outputs.append(output)
+        with_output.difference_update([output.request_id for output in progress.outputs])
 
     def _receive_commands(self) -> Iterator[ipc.EngineCommand]:
         """The commands that have arrived; blocks for one if there is no work."""
@@ -236,6 +250,7 @@ class EngineLoop:
                     self._submit(command)
             case ipc.Abort(ids):
                 self.compile_queue.drop(ids)
+                self._unanswered.difference_update(ids)
                 for request_id in ids:
                     self.engine.abort(request_id)
             case ControlCall():
@@ -274,6 +289,7 @@ class EngineLoop:
             refused = Refused(command.id, str(error), error.retry_after, asleep=asleep)
         else:
             self._progress.accepted.append(command.id)
+            self._unanswered.add(command.id)
             return
         self._progress.refused.append(refused)
 

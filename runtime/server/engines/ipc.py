@@ -90,8 +90,15 @@ class Refused(msgspec.Struct):
 
 
 class Progress(msgspec.Struct, tag=True, omit_defaults=True):
-    """The results of one iteration of the engine loop."""
+    """The results of one iteration of the engine loop.
 
+    ids, tokens   requests that got one token and nothing else, and these tokens: two plain lists,
+                  because in most steps these are all requests
+    outputs       of the other requests, and the first one of each request; after these tokens
+    """
+
+    ids: list[str] = []
+    tokens: list[int] = []
     outputs: list[Output] = []
     accepted: list[str] = []
     refused: list[Refused] = []

@@ -20,8 +20,9 @@ class RequestStream:
         self._abort = abort
         self._unfinished = set(ids)
         self._not_accepted = set(ids)
-        self._pending: dict[str, _MergedOutput] = {}
-        self._accepted, self._wake = asyncio.Event(), asyncio.Event()
+        self._pending: dict[str, Output | _MergedOutput] = {}
+        self._accepted = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # done when there is something to read
         self._error: Exception | None = None
 
     async def wait_accepted(self) -> None:
@@ -36,17 +37,18 @@ class RequestStream:
         """New outputs, merged per request, until all requests have finished. Raises EngineDead."""
         while self._unfinished:
             if not self._pending and self._error is None:
-                self._wake.clear()
-                await self._wake.wait()
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
             if self._error is not None and not self._pending:
                 raise self._error
             pending, self._pending = self._pending, {}
             for request_id, part in pending.items():
                 # The reader may have closed this request since.
                 if request_id in self._unfinished:
-                    if part.last.finish_reason is not None:
+                    output = part if isinstance(part, Output) else part.output()
+                    if output.finish_reason is not None:
                         self._unfinished.discard(request_id)
-                    yield part.output()
+                    yield output
 
     def close(self, request_id: str | None = None) -> None:
         """Abort one request, or all unfinished ones."""
@@ -61,17 +63,23 @@ class RequestStream:
 
     def put(self, output: Output) -> None:
         part = self._pending.get(output.request_id)
+        if isinstance(part, Output):
+            part = self._pending[output.request_id] = _MergedOutput(part)
         if part is None:
-            self._pending[output.request_id] = _MergedOutput(output)
+            self._pending[output.request_id] = output
         else:
             part.add(output)
-        self._wake.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
         self._abort(self._unfinished)
         self._accepted.set()
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class _MergedOutput:
