@@ -16,6 +16,13 @@ Tokenizer: TypeAlias = "tokenizers.Tokenizer"
 
 # Tokens decoded before the new ones: a token's leading space depends on the tokens before it.
 CONTEXT_TOKENS = 5
+# Decoders of bytes only: the text of tokens is that of each of them, apart from a character of
+# several tokens. That of byte-level BPE, and Gemma's.
+BYTE_DECODERS = (
+    b'{"type":"ByteLevel"',
+    b'{"type":"Sequence","decoders":[{"type":"Replace","pattern":{"String":"\xe2\x96\x81"},'
+    b'"content":" "},{"type":"ByteFallback"},{"type":"Fuse"}]}',
+)
 REPLACEMENT_CHARACTER = "\ufffd"
 # Maximum number of tokens to hold back for an incomplete character; longer sequences are not a
 # character.
@@ -99,15 +106,17 @@ class Detokenizer:
     ) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
+        decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
+        self._needs_context = not decoder.startswith(BYTE_DECODERS)
         # The tokens to decode together. The text of the first num_emitted ones, emitted_text, has
         # been returned.
         self.window = prompt[-CONTEXT_TOKENS:]
         self.num_emitted = len(self.window)
         self.emitted_text = self._decode(self.window)
 
-    def add(self, tokens: list[int]) -> str:
+    def add(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        return "".join(self._add_token(token) for token in tokens)
+        return "".join(map(self._add_token, tokens))
 
     def flush(self) -> str:
         """The text held back at the end of a sequence, U+FFFD for an incomplete character."""
@@ -119,9 +128,12 @@ class Detokenizer:
         num_held = len(self.window) - self.num_emitted
         if not piece or (piece.endswith(REPLACEMENT_CHARACTER) and num_held < MAX_HELD_TOKENS):
             return ""
-        self.window = self.window[self.num_emitted :]
-        self.num_emitted = len(self.window)
-        self.emitted_text = self._decode(self.window)
+        if self._needs_context or piece.endswith(REPLACEMENT_CHARACTER):
+            self.window = self.window[self.num_emitted :]
+            self.num_emitted = len(self.window)
+            self.emitted_text = self._decode(self.window)
+        else:
+            self.window, self.num_emitted, self.emitted_text = [], 0, ""
         return piece
 
     def _decode(self, tokens: list[int]) -> str:

@@ -1,15 +1,14 @@
 """Converts a request's outputs to text, and ends it at stop strings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from atomc.runtime.requests.request import FinishReason, Output, TokenLogprobs
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.text.detokenizer import Detokenizer, Tokenizer
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """The new text and tokens of a request.
 
     text            may lag behind the tokens: incomplete characters and possible stop strings are
@@ -53,6 +52,9 @@ class TextStream:
         """The text that these tokens complete; all remaining text if the request finished."""
         if self.finished:
             return TextDelta()
+        if output.finish_reason is None and not self.params.stop:
+            text = self._detokenizer.add(output.token_ids) if self._detokenizer else ""
+            return TextDelta(text, output.token_ids, output.logprobs)
         text = ""
         for i, token in enumerate(output.token_ids):
             last = output.finish_reason is not None and i == len(output.token_ids) - 1

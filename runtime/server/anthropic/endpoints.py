@@ -76,18 +76,16 @@ class MessageAnswer(Answer[MessagesRequest]):
         blocks = _BlockEvents(self.shows_thinking)
         started = calls_tools = False
         async for last in self.chat:
+            events = [event for delta in last.deltas for event in blocks.add(delta)]
             if not started:
-                yield _event("message_start", message=self._message([], stop(None)))
+                events.insert(0, _event("message_start", message=self._message([], stop(None))))
                 started = True
-            for delta in last.deltas:
-                for event in blocks.add(delta):
-                    yield event
+            if events:
+                yield b"".join(events)
             calls_tools |= _calls_tools(last.deltas)
-        for event in blocks.stop():
-            yield event
         usage = delta_usage(self.generation.usage())
-        yield _event("message_delta", delta=self._stop(last, calls_tools), usage=usage)
-        yield _event("message_stop")
+        end = _event("message_delta", delta=self._stop(last, calls_tools), usage=usage)
+        yield b"".join((*blocks.stop(), end, _event("message_stop")))
 
     def failure(self, error: APIError) -> bytes:
         return sse_event(anthropic_error(error, self.request_id), "error")

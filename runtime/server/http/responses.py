@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -193,9 +194,27 @@ def sse_event(data: object, name: str = "") -> bytes:
     return b"%bdata: %b\n\n" % (head.encode(), msgspec.json.encode(data))
 
 
+class TextEvents:
+    """Server-sent events that differ in one text only: the rest is encoded once.
+
+    event   the data of the event with a text
+    """
+
+    def __init__(self, event: Callable[[str], object]) -> None:
+        mark = uuid4().hex
+        self._head, self._tail = sse_event(event(mark)).split(msgspec.json.encode(mark))
+
+    def encode(self, text: str) -> bytes:
+        """As sse_event of its event."""
+        return b"%b%b%b" % (self._head, msgspec.json.encode(text), self._tail)
+
+
 class EventStream(StreamingResponse):
     """Server-sent events; closes `events` and calls `close` when they end or the client
     disconnects, also if it does before the first event.
+
+    Events go to the server's own `send`, which is in the state of the scope: the middleware needs
+    the start and the end of a response only.
     """
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
@@ -207,11 +226,21 @@ class EventStream(StreamingResponse):
         self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_event: Send = scope.get("state", {}).get("send", send)
         try:
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()  # type: ignore[attr-defined]
             self._close()  # events that have not begun close nothing
+
+    async def stream_response(self, send: Send) -> None:
+        head = {"type": "http.response.start", "status": self.status_code}
+        await send(head | {"headers": self.raw_headers})
+        async for event in self._events:
+            await self._send_event(
+                {"type": "http.response.body", "body": event, "more_body": True}
+            )
+        await send({"type": "http.response.body"})
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

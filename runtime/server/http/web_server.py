@@ -139,6 +139,7 @@ class ShutdownMiddleware:
             await send(message)
 
         self._requests.add(request)
+        scope.setdefault("state", {})["send"] = send  # for EventStream
         try:
             await self.app(scope, receive, send_and_note)
         except asyncio.CancelledError:

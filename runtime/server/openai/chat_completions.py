@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, start_chat
-from atomc.runtime.server.http.responses import SSE_DONE, sse_event
+from atomc.runtime.server.http.responses import SSE_DONE, TextEvents, sse_event
 from atomc.runtime.server.parsers.message_deltas import (
     ContentDelta,
     MessageDelta,
@@ -106,8 +106,19 @@ class ChatAnswer(Answer[ChatRequest]):
     async def events(self) -> AsyncIterator[bytes]:
         options, generation = self.body.stream_options or StreamOptions(), self.generation
         started: set[int] = set()
+        texts: dict[int, TextEvents] = {}
+        if not (self.body.logprobs or self.body.return_token_ids or options.continuous_usage_stats):
+            texts = {index: self._text_events(index) for index in range(self.body.n)}
         async for delta in self.chat:
+            if delta.finish_reason is None and delta.index in started and delta.index in texts:
+                match delta.deltas:
+                    case []:
+                        continue
+                    case [ContentDelta(text)]:
+                        yield texts[delta.index].encode(text)
+                        continue
             is_first = not started
+            events = b""
             for chunk in self._chunks(delta, started):
                 event = self._event([chunk])
                 if self.body.return_token_ids and is_first:
@@ -115,10 +126,18 @@ class ChatAnswer(Answer[ChatRequest]):
                     is_first = False
                 if options.continuous_usage_stats:
                     event["usage"] = generation.usage()
-                yield sse_event(event)
+                events += sse_event(event)
+            if events:
+                yield events
+        usage = b""
         if options.include_usage:
-            yield sse_event(self._event([]) | {"usage": generation.usage()})
-        yield SSE_DONE
+            usage = sse_event(self._event([]) | {"usage": generation.usage()})
+        yield usage + SSE_DONE
+
+    def _text_events(self, index: int) -> TextEvents:
+        """The events of a choice that have content only, after its first one."""
+        chunk = _empty_chunk(index)
+        return TextEvents(lambda text: self._event([{**chunk, "delta": {"content": text}}]))
 
     def _event(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         return {
@@ -139,12 +158,7 @@ class ChatAnswer(Answer[ChatRequest]):
             started.add(delta.index)
             deltas = deltas or [{"content": ""}]
             deltas[0] = {"role": "assistant", **deltas[0]}
-        empty: ChatChunkChoice = {
-            "index": delta.index,
-            "delta": {},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        empty = _empty_chunk(delta.index)
         chunks: list[ChatChunkChoice] = [{**empty, "delta": part} for part in deltas]
         if self.body.logprobs and delta.logprobs:
             chunks = chunks or [empty.copy()]
@@ -160,6 +174,10 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         return chat_logprobs(self.service.model, logprobs, self.body.top_logprobs or 0)
+
+
+def _empty_chunk(index: int) -> ChatChunkChoice:
+    return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
 
 
 def _delta(delta: MessageDelta) -> ChatDelta:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.requests.request import TokenLogprobs
-from atomc.runtime.server.http.responses import SSE_DONE, invalid, sse_event
+from atomc.runtime.server.http.responses import SSE_DONE, TextEvents, invalid, sse_event
 from atomc.runtime.server.service.generation import Answer, Choice, Generation
 from atomc.runtime.server.service.logprobs import (
     TextOffsets,
@@ -166,7 +166,15 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     async def events(self) -> AsyncIterator[bytes]:
         options = self.body.stream_options or StreamOptions()
+        texts: dict[int, TextEvents] = {}
+        if not (self.body.echo or self.body.return_token_ids or options.continuous_usage_stats) and (
+            self.body.logprobs is None
+        ):
+            texts = {index: self._text_events(index) for index in self.offsets}
         async for choice, delta in self.generation:
+            if delta.finish_reason is None and choice.index in texts:
+                yield texts[choice.index].encode(delta.text)
+                continue
             part = await self._part(choice, delta)
             if part.tokens or part.text or part.finish_reason:
                 entry = _choice(choice.index, part, await self._logprobs(choice.index, part))
@@ -178,9 +186,16 @@ class CompletionAnswer(Answer[CompletionRequest]):
                 if options.continuous_usage_stats:
                     chunk["usage"] = self._usage()
                 yield sse_event(chunk)
+        usage = b""
         if options.include_usage:
-            yield sse_event(self._response([]) | {"usage": self._usage()})
-        yield SSE_DONE
+            usage = sse_event(self._response([]) | {"usage": self._usage()})
+        yield usage + SSE_DONE
+
+    def _text_events(self, index: int) -> TextEvents:
+        """The events of a choice that have text only."""
+        return TextEvents(
+            lambda text: self._response([_choice(index, CompletionDelta(text), None)])
+        )
 
     async def _part(self, choice: Choice, delta: TextDelta) -> CompletionDelta:
         """The new part of a choice; the first one includes the prompt if `echo` is set."""

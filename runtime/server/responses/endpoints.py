@@ -171,8 +171,8 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
         for kind in ("created", "in_progress"):
             yield self._response_event(kind, self._response())
         async for delta in self.chat:
-            for event in self._events(delta):
-                yield self._numbered(event)
+            if events := b"".join(map(self._numbered, self._events(delta))):
+                yield events
         response = self._finished()
         yield self._response_event(self.status, response) + SSE_DONE
 
