@@ -36,6 +36,7 @@ from atomc.runtime.server.http.responses import (
     client_error,
     invalid_field,
 )
+from atomc.runtime.server.http.turns import TurnsMiddleware
 from atomc.runtime.server.http.unknown_fields import IGNORED_FIELDS, check_unknown_fields
 from atomc.runtime.server.http.web_pages import WebPages
 from atomc.runtime.server.openai import lora
@@ -147,7 +148,10 @@ def create_app(service: Service) -> Any:
         error_format=ERROR_FORMAT,
         count_error=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
     )
-    timed = BodyTimeoutMiddleware(UnreadBodyMiddleware(authenticated), config.body_timeout)
+    timed = TurnsMiddleware(
+        BodyTimeoutMiddleware(UnreadBodyMiddleware(authenticated), config.body_timeout),
+        service.turns,
+    )
     if not config.allow_origin:
         return timed
     return CORSMiddleware(

@@ -41,6 +41,8 @@ DEMO_NAME = "atomc-demo"
 KEEP_ALIVE_SECONDS = 30
 MAX_LORAS = 8
 BACKLOG = 2048
+# Connections that are accepted in one iteration of the event loop.
+ACCEPTED_AT_ONCE = 8
 ERROR_GRACE_SECONDS = 1.0
 # TCP keepalive: a client that vanished without closing its connection is detected after two
 # minutes.
@@ -252,7 +254,7 @@ async def _run(
             abort_engine_requests=engines.abort_all,
             cancel_http_requests=app.cancel_requests,
             deadline=deadline,
-            on_listening=lambda: _log_summary(service, listener),
+            on_listening=lambda: _on_listening(service, listener),
         )
         watching = asyncio.create_task(_exit_with_engines(server, engines, supervisors))
         freeze_heap()
@@ -273,7 +275,7 @@ def _uvicorn_config(app: "ASGIApp", config: ServerConfig) -> "uvicorn.Config":
         server_header=False,
         lifespan="off",
         ws="none",
-        backlog=BACKLOG,
+        backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         http=header_timeout_protocol(config.header_timeout),
         ssl_certfile=config.ssl_certfile,
@@ -296,6 +298,11 @@ async def _exit_with_engines(
     server.exit_within(CLOSE_SECONDS, status=1)
     await asyncio.sleep(ERROR_GRACE_SECONDS)
     server.begin_shutdown(0.0)
+
+
+def _on_listening(service: "Service", listener: socket.socket) -> None:
+    listener.listen(BACKLOG)  # asyncio has set it to the number that it accepts at once
+    _log_summary(service, listener)
 
 
 def _log_summary(service: "Service", listener: socket.socket) -> None:

@@ -140,6 +140,7 @@ class Generation:
         self._submits = []  # they hold the images
         try:
             await self._request_stream.wait_accepted()
+            await self._service.turns.take()  # many are accepted at once
         except RequestRefused as refused:
             if refused.by_client:
                 raise

@@ -13,6 +13,7 @@ from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.engines.engine_group import Engines
 from atomc.runtime.server.engines.ipc import Submit
 from atomc.runtime.server.http.responses import APIError, client_error, unavailable
+from atomc.runtime.server.http.turns import Turns
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.service.image_budget import ImageBudget
 from atomc.runtime.server.service.image_reader import ImageReader
@@ -36,6 +37,7 @@ class Service:
     image_budget   for images that are being prepared
     images         reads the images of messages, if the model reads images
     responses      those that the Responses API can retrieve
+    turns          of requests that begin, and of those that the engine has accepted
     traces         gets the ended requests, if they are traced
     """
 
@@ -48,6 +50,7 @@ class Service:
     images: ImageReader | None = None
     traces: "Traces | None" = None
     responses: ResponseStore = field(init=False)
+    turns: Turns = field(default_factory=Turns, init=False)
     started: float = field(default_factory=time.monotonic, init=False)
     _ready_task: "asyncio.Task[None] | None" = field(default=None, init=False)
     _ready_started: float = field(default=-PROBE_SECONDS, init=False)
