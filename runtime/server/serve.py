@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,9 @@ MAX_LORAS = 8
 BACKLOG = 2048
 # Connections that are accepted in one iteration of the event loop.
 ACCEPTED_AT_ONCE = 8
+# Threads that render chat templates give way to the event loop after this time; Python's default is
+# 0.005, and a thread has its turn after each system call of the loop.
+SWITCH_SECONDS = 0.0005
 ERROR_GRACE_SECONDS = 1.0
 # TCP keepalive: a client that vanished without closing its connection is detected after two
 # minutes.
@@ -258,6 +262,7 @@ async def _run(
         )
         watching = asyncio.create_task(_exit_with_engines(server, engines, supervisors))
         freeze_heap()
+        sys.setswitchinterval(SWITCH_SECONDS)
         await server.serve(sockets=[listener])
         watching.cancel()
         return server.status

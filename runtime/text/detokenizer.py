@@ -16,13 +16,8 @@ Tokenizer: TypeAlias = "tokenizers.Tokenizer"
 
 # Tokens decoded before the new ones: a token's leading space depends on the tokens before it.
 CONTEXT_TOKENS = 5
-# Decoders of bytes only: the text of tokens is that of each of them, apart from a character of
-# several tokens. That of byte-level BPE, and Gemma's.
-BYTE_DECODERS = (
-    b'{"type":"ByteLevel"',
-    b'{"type":"Sequence","decoders":[{"type":"Replace","pattern":{"String":"\xe2\x96\x81"},'
-    b'"content":" "},{"type":"ByteFallback"},{"type":"Fuse"}]}',
-)
+# The text of byte-level tokens is that of each of them, apart from characters of several tokens.
+BYTE_LEVEL = b'{"type":"ByteLevel"'
 REPLACEMENT_CHARACTER = "\ufffd"
 # Maximum number of tokens to hold back for an incomplete character; longer sequences are not a
 # character.
@@ -107,7 +102,7 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
-        self._needs_context = not decoder.startswith(BYTE_DECODERS)
+        self._needs_context = not decoder.startswith(BYTE_LEVEL)
         # The tokens to decode together. The text of the first num_emitted ones, emitted_text, has
         # been returned.
         self.window = prompt[-CONTEXT_TOKENS:]
@@ -128,7 +123,7 @@ class Detokenizer:
         num_held = len(self.window) - self.num_emitted
         if not piece or (piece.endswith(REPLACEMENT_CHARACTER) and num_held < MAX_HELD_TOKENS):
             return ""
-        if self._needs_context or piece.endswith(REPLACEMENT_CHARACTER):
+        if self._needs_context or REPLACEMENT_CHARACTER in piece:
             self.window = self.window[self.num_emitted :]
             self.num_emitted = len(self.window)
             self.emitted_text = self._decode(self.window)

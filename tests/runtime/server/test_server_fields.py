@@ -72,6 +72,33 @@ def test_every_endpoint_keeps_to_allowed_tokens_and_leaves_out_bad_words(http, p
     assert "the the" not in no_pairs and "of of" not in no_pairs
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize("fields", [{}, {"n": 2, "stop": ["zzz"]}, {"seed": 1, "temperature": 1}])
+def test_events_with_text_only_are_those_of_streams_that_ask_for_more(http, path, fields):
+    body = {**PROMPT[path], "max_tokens": 12, "ignore_eos": True, "stream": True, "temperature": 0}
+
+    def chunks(**more):
+        """The events without what differs between requests, and the text of each choice."""
+        raw = http.post(path, json={**body, **fields, **more}).text
+        *events, done = [line.removeprefix("data: ") for line in raw.split("\n\n") if line]
+        assert done == "[DONE]"
+        texts = {}
+        for event in events:
+            choice = json.loads(event)["choices"][0]
+            text = choice["delta"].get("content", "") if path == CHAT else choice["text"]
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+        own = re.compile(r'"id":"[^"]*"|"created":\d+|(?<="text":)"(\\.|[^"\\])*"')
+        return [own.sub("", event.replace('"content":', '"text":')) for event in events], texts
+
+    plain, text = chunks()
+    full, text_of_full = chunks(return_token_ids=True)
+    asked = re.compile(r',"(prompt_)?token_ids":\[[\d,]*\]')
+    assert any(map(asked.search, full)) and not any(map(asked.search, plain))
+    assert text == text_of_full and all(text.values())
+    # The order of the fields, too.
+    assert {asked.sub("", event) for event in full} == set(plain)
+
+
 def test_they_combine_with_grammars_and_biases(http):
     choice = {"structured_outputs": {"choice": ["to the", "to of"]}, "ignore_eos": False}
     # A text may have several tokenizations.

@@ -76,6 +76,27 @@ def test_bytes_that_are_no_characters_do_not_wait_for_ever(tokenizer):
     assert "".join(pieces) + detokenizer.flush() == "\ufffd" * 100
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.booleans())
+def test_byte_level_tokens_need_no_context(data, skip):
+    texts, size = TokenTexts(DEMO), DEMO.get_vocab_size()
+    # Many tokens with a part of a character.
+    parts = [i for i in range(size) if not texts.bytes(i).isascii()]
+    tokens = st.lists(st.sampled_from(parts) | st.integers(0, size), max_size=30)
+    prompt, new = data.draw(tokens), data.draw(tokens)
+    detokenizer, slow = (Detokenizer(DEMO, prompt, skip_special_tokens=skip) for _ in range(2))
+    assert not detokenizer._needs_context
+    slow._needs_context = True
+    assert [detokenizer.add([token]) for token in new] == [slow.add([token]) for token in new]
+    assert detokenizer.flush() == slow.flush()
+
+
+def test_a_decoder_that_joins_words_needs_context():
+    assert Detokenizer(FALLING_BACK, [])._needs_context
+    tokenizer = broken(decoder=tokenizers.decoders.WordPiece())
+    assert Detokenizer(tokenizer, [0]).add([1, 0]) == " b a"
+
+
 def test_special_tokens_are_skipped_or_kept():
     ids = [*DEMO.encode("once").ids, END]
     assert Detokenizer(DEMO, []).add(ids) == "once"

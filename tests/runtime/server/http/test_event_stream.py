@@ -11,7 +11,7 @@ for package in ("msgspec", "starlette"):
 
 from starlette.requests import ClientDisconnect  # noqa: E402
 
-from atomc.runtime.server.http.responses import EventStream  # noqa: E402
+from atomc.runtime.server.http.responses import EventStream, TextEvents, sse_event  # noqa: E402
 
 EVENTS = [b"data: 1\n\n", b"data: 2\n\n"]
 
@@ -67,3 +67,34 @@ def test_a_stream_closes_its_request_whenever_the_client_goes_away(
     # Events that have not begun have nothing to end.
     assert done == ["events", "request"] if gone_before else done == ["request"]
     assert client.got[1:] == [*EVENTS, b""][: max(0, gone_before - 1)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", 'a "quoted" \\ line\n', "\u4f60\U0001f642", "\x00\ufffd"]
+)
+def test_events_that_differ_in_their_text_are_those_of_the_encoder(text: str) -> None:
+    def event(text: str) -> Any:
+        return {"id": "x", "choices": [{"index": 0, "text": text, "logprobs": None}], "n": "%s"}
+
+    assert TextEvents(event).encode(text) == sse_event(event(text))
+
+
+def test_a_text_that_is_no_unicode_is_an_error_as_in_other_events() -> None:
+    with pytest.raises(UnicodeEncodeError):
+        TextEvents(lambda text: {"text": text}).encode("\ud800")
+
+
+def test_events_go_past_the_middleware_which_gets_start_and_end() -> None:
+    async def events() -> Any:
+        for event in EVENTS:
+            yield event
+
+    async def run() -> tuple[Client, Client]:
+        server, middleware = Client(9, "2.4"), Client(9, "2.4")
+        scope = {**server.scope, "state": {"send": server.send}}
+        stream = EventStream(events(), lambda: None)
+        await stream(scope, middleware.receive, middleware.send)
+        return server, middleware
+
+    server, middleware = asyncio.run(asyncio.wait_for(run(), 10))
+    assert server.got == EVENTS and middleware.got == [b"", b""]
