@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
@@ -209,7 +209,7 @@ class TextEvents:
         return b"%b%b%b" % (self._head, msgspec.json.encode(text), self._tail)
 
 
-class EventStream(StreamingResponse):
+class EventStream(Response):
     """Server-sent events; closes `events` and calls `close` when they end or the client
     disconnects, also if it does before the first event.
 
@@ -218,28 +218,24 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        super().__init__(
-            events,
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
         self._events, self._close = events, close
+        self.status_code, self.background, self.media_type = 200, None, "text/event-stream"
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_event: Send = scope.get("state", {}).get("send", send)
+        send_event = scope.get("state", {}).get("send", send)
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ClientDisconnect, OSError):  # of `send`, from version 2.4 of ASGI on
+                await cancel_on_disconnect(Request(scope, receive), self._run(send, send_event))
         finally:
             await self._events.aclose()  # type: ignore[attr-defined]
             self._close()  # events that have not begun close nothing
 
-    async def stream_response(self, send: Send) -> None:
+    async def _run(self, send: Send, send_event: Send) -> None:
         head = {"type": "http.response.start", "status": self.status_code}
         await send(head | {"headers": self.raw_headers})
         async for event in self._events:
-            await self._send_event(
-                {"type": "http.response.body", "body": event, "more_body": True}
-            )
+            await send_event({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body"})
 
 
