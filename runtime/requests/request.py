@@ -294,11 +294,6 @@ class Output:
     error: RequestError | None = None
     queue_seconds: float = field(default=0.0, compare=False)
 
-    @property
-    def is_token(self) -> bool:
-        """Whether it is one token and nothing else, apart from what is in each first Output."""
-        return len(self.token_ids) == 1 and self.finish_reason is None and self.logprobs is None
-
 
 @dataclass(frozen=True)
 class Completion:

@@ -219,16 +219,17 @@ class EngineLoop:
                 self._progress = Progress()
 
     def _add_outputs(self, outputs: "Sequence[Output]") -> None:
-        progress, with_output = self._progress, self._unanswered
+        progress, unanswered = self._progress, self._unanswered
         for output in outputs:
+            is_token = output.finish_reason is None and output.logprobs is None
             # A token that follows an output of the same message is an output, too.
-            if output.is_token and output.request_id not in with_output:
+            if is_token and len(output.token_ids) == 1 and output.request_id not in unanswered:
                 progress.ids.append(output.request_id)
                 progress.tokens.append(output.token_ids[0])
             else:
-                with_output.add(output.request_id)
+                unanswered.add(output.request_id)
                 progress.outputs.append(output)
-        with_output.difference_update([output.request_id for output in progress.outputs])
+        unanswered.difference_update([output.request_id for output in progress.outputs])
 
     def _receive_commands(self) -> Iterator[ipc.EngineCommand]:
         """The commands that have arrived; blocks for one if there is no work."""
