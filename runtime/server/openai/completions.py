@@ -165,11 +165,10 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return usage
 
     async def events(self) -> AsyncIterator[bytes]:
-        options = self.body.stream_options or StreamOptions()
+        body, options = self.body, self.body.stream_options or StreamOptions()
         texts: dict[int, TextEvents] = {}
-        if not (self.body.echo or self.body.return_token_ids or options.continuous_usage_stats) and (
-            self.body.logprobs is None
-        ):
+        has_more = body.echo or body.return_token_ids or options.continuous_usage_stats
+        if not has_more and body.logprobs is None:
             texts = {index: self._text_events(index) for index in self.offsets}
         async for choice, delta in self.generation:
             if delta.finish_reason is None and choice.index in texts:
@@ -178,7 +177,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             part = await self._part(choice, delta)
             if part.tokens or part.text or part.finish_reason:
                 entry = _choice(choice.index, part, await self._logprobs(choice.index, part))
-                if self.body.return_token_ids:
+                if body.return_token_ids:
                     entry["token_ids"] = part.new_tokens
                     if choice.num_new == len(part.new_tokens):
                         entry["prompt_token_ids"] = choice.prompt

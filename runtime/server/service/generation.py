@@ -154,7 +154,8 @@ class Generation:
         assert self._request_stream is not None, "start() comes first"
         async for output in self._request_stream:
             choice, metrics = self.choices[output.request_id], self._service.metrics
-            self._raise_error(output)
+            if output.finish_reason is not None:
+                self._raise_error(output)
             before, choice.last = choice.last, time.monotonic()
             if choice.num_new:
                 metrics.observe("inter_token_latency_seconds", choice.last - before)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from atomc.runtime.server.http.turns import TURNS, Turns  # noqa: E402
+from atomc.runtime.server.http.turns import TURNS, Turns
 
 
 async def begun_in_each_iteration(
