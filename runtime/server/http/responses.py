@@ -27,6 +27,8 @@ from atomc.runtime.server.engines.client import (
 T = TypeVar("T")
 SSE_DONE = b"data: [DONE]\n\n"
 MAX_MESSAGE_CHARACTERS = 1000
+# In place of a text: nothing else that is encoded has it.
+MARK = uuid4().hex
 
 
 class ErrorBody(TypedDict):
@@ -201,8 +203,7 @@ class TextEvents:
     """
 
     def __init__(self, event: Callable[[str], object]) -> None:
-        mark = uuid4().hex
-        self._head, self._tail = sse_event(event(mark)).split(msgspec.json.encode(mark))
+        self._head, self._tail = sse_event(event(MARK)).split(msgspec.json.encode(MARK))
 
     def encode(self, text: str) -> bytes:
         """As sse_event of its event."""
@@ -240,7 +241,9 @@ class EventStream(Response):
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. If the client disconnects, cancels it and raises ClientDisconnect."""
+    """The result of `work`. If the client disconnects, cancels it and raises ClientDisconnect. It is
+    a task: each wakeup would run through the coroutines of all middleware otherwise.
+    """
     task = asyncio.create_task(work)
     disconnected = asyncio.create_task(_wait_disconnect(request))
     try:
