@@ -241,8 +241,9 @@ class EventStream(Response):
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. If the client disconnects, cancels it and raises ClientDisconnect. It is
-    a task: each wakeup would run through the coroutines of all middleware otherwise.
+    """The result of `work`. If the client disconnects, cancels it and raises ClientDisconnect.
+
+    It is a task: each wakeup would run through the coroutines of all middleware otherwise.
     """
     task = asyncio.create_task(work)
     disconnected = asyncio.create_task(_wait_disconnect(request))

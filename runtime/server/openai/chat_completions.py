@@ -1,7 +1,7 @@
 """POST /v1/chat/completions."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -104,40 +104,41 @@ class ChatAnswer(Answer[ChatRequest]):
         return response
 
     async def events(self) -> AsyncIterator[bytes]:
-        options, generation = self.body.stream_options or StreamOptions(), self.generation
+        options = self.body.stream_options or StreamOptions()
         started: set[int] = set()
         texts: dict[int, TextEvents] = {}
         if not (self.body.logprobs or self.body.return_token_ids or options.continuous_usage_stats):
             texts = {index: self._text_events(index) for index in range(self.body.n)}
         async for delta in self.chat:
-            if delta.finish_reason is None and delta.index in started and delta.index in texts:
-                match delta.deltas:
-                    case []:
-                        continue
-                    case [ContentDelta(text)]:
-                        yield texts[delta.index].encode(text)
-                        continue
-            is_first = not started
-            events = b""
-            for chunk in self._chunks(delta, started):
-                event = self._event([chunk])
-                if self.body.return_token_ids and is_first:
-                    event["prompt_token_ids"] = generation.prompts[0]
-                    is_first = False
-                if options.continuous_usage_stats:
-                    event["usage"] = generation.usage()
-                events += sse_event(event)
-            if events:
-                yield events
-        usage = b""
+            match delta.deltas:
+                case [ContentDelta(text)] if (
+                    delta.finish_reason is None and delta.index in started and texts
+                ):
+                    yield texts[delta.index].encode(text)
+                case _:
+                    if events := b"".join(self._events(delta, started)):
+                        yield events
         if options.include_usage:
-            usage = sse_event(self._event([]) | {"usage": generation.usage()})
-        yield usage + SSE_DONE
+            yield sse_event(self._event([]) | {"usage": self.generation.usage()})
+        yield SSE_DONE
 
     def _text_events(self, index: int) -> TextEvents:
         """The events of a choice that have content only, after its first one."""
         chunk = _empty_chunk(index)
         return TextEvents(lambda text: self._event([{**chunk, "delta": {"content": text}}]))
+
+    def _events(self, delta: ChoiceDelta, started: set[int]) -> Iterator[bytes]:
+        """The events of a delta. started: as of _chunks."""
+        options = self.body.stream_options or StreamOptions()
+        is_first = not started
+        for chunk in self._chunks(delta, started):
+            event = self._event([chunk])
+            if self.body.return_token_ids and is_first:
+                event["prompt_token_ids"] = self.generation.prompts[0]
+                is_first = False
+            if options.continuous_usage_stats:
+                event["usage"] = self.generation.usage()
+            yield sse_event(event)
 
     def _event(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         return {

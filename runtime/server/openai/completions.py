@@ -165,36 +165,45 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return usage
 
     async def events(self) -> AsyncIterator[bytes]:
-        body, options = self.body, self.body.stream_options or StreamOptions()
-        texts: dict[int, TextEvents] = {}
-        has_more = body.echo or body.return_token_ids or options.continuous_usage_stats
-        if not has_more and body.logprobs is None:
-            texts = {index: self._text_events(index) for index in self.offsets}
+        options = self.body.stream_options or StreamOptions()
+        texts = self._text_events()
         async for choice, delta in self.generation:
-            if delta.finish_reason is None and choice.index in texts:
+            if delta.finish_reason is None and texts:
                 yield texts[choice.index].encode(delta.text)
-                continue
-            part = await self._part(choice, delta)
-            if part.tokens or part.text or part.finish_reason:
-                entry = _choice(choice.index, part, await self._logprobs(choice.index, part))
-                if body.return_token_ids:
-                    entry["token_ids"] = part.new_tokens
-                    if choice.num_new == len(part.new_tokens):
-                        entry["prompt_token_ids"] = choice.prompt
-                chunk = self._response([entry])
-                if options.continuous_usage_stats:
-                    chunk["usage"] = self._usage()
-                yield sse_event(chunk)
-        usage = b""
+            elif event := await self._event(choice, delta):
+                yield event
         if options.include_usage:
-            usage = sse_event(self._response([]) | {"usage": self._usage()})
-        yield usage + SSE_DONE
+            yield sse_event(self._response([]) | {"usage": self._usage()})
+        yield SSE_DONE
 
-    def _text_events(self, index: int) -> TextEvents:
-        """The events of a choice that have text only."""
-        return TextEvents(
-            lambda text: self._response([_choice(index, CompletionDelta(text), None)])
-        )
+    def _text_events(self) -> dict[int, TextEvents]:
+        """By choice, if its events have text only until it ends."""
+        body, options = self.body, self.body.stream_options or StreamOptions()
+        if body.echo or body.return_token_ids or options.continuous_usage_stats:
+            return {}
+        if body.logprobs is not None:
+            return {}
+
+        def events(index: int) -> TextEvents:
+            chunk = _choice(index, CompletionDelta(), None)
+            return TextEvents(lambda text: self._response([{**chunk, "text": text}]))
+
+        return {index: events(index) for index in self.offsets}
+
+    async def _event(self, choice: Choice, delta: TextDelta) -> bytes:
+        """The event of a delta; empty if nothing is new."""
+        part = await self._part(choice, delta)
+        if not (part.tokens or part.text or part.finish_reason):
+            return b""
+        entry = _choice(choice.index, part, await self._logprobs(choice.index, part))
+        if self.body.return_token_ids:
+            entry["token_ids"] = part.new_tokens
+            if choice.num_new == len(part.new_tokens):
+                entry["prompt_token_ids"] = choice.prompt
+        chunk = self._response([entry])
+        if self.body.stream_options is not None and self.body.stream_options.continuous_usage_stats:
+            chunk["usage"] = self._usage()
+        return sse_event(chunk)
 
     async def _part(self, choice: Choice, delta: TextDelta) -> CompletionDelta:
         """The new part of a choice; the first one includes the prompt if `echo` is set."""
