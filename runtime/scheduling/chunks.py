@@ -14,6 +14,8 @@ from atomc.runtime.scheduling.stats import Counters
 from atomc.runtime.scheduling.step import Admission, Chunk, DecodeRows, ImageRows, ScheduledStep
 
 SEED_BITS = 2**64 - 1
+# A stream with at most this many tokens to compute (its last one, and drafts) is no prompt.
+MOST_OF_STREAM = 16
 
 
 @dataclass(eq=False)
@@ -206,6 +208,7 @@ class StepInFlight:
     """A step: first under construction, then scheduled and not finished.
 
     budget      tokens that may still be added
+    prompts     of these, tokens after which none is sampled
     of_chunks   for each chunk its request, the num_admissions of that, and the number of decode
                 rows that were added before
     decoding    for each decode row its request and num_admissions
@@ -214,6 +217,7 @@ class StepInFlight:
 
     pooled: bool
     budget: int
+    prompts: int
     chunks: list[Chunk] = field(default_factory=list)
     of_chunks: list[tuple[Request, int, int]] = field(default_factory=list)
     decoding: list[tuple[Request, int]] = field(default_factory=list)
@@ -228,6 +232,13 @@ class StepInFlight:
         self.chunks.append(chunk)
         self.of_chunks.append((request, request.num_admissions, len(self.decoding)))
         self.budget -= chunk.num_tokens
+        self.prompts -= chunk.num_tokens - chunk.num_samples
+
+    def most_tokens(self, request: Request) -> int:
+        """How many tokens of the request may be added."""
+        if request.num_new and request.pending <= MOST_OF_STREAM:
+            return self.budget
+        return max(min(self.budget, self.prompts), 0)
 
     @property
     def decode_rows(self) -> DecodeRows:

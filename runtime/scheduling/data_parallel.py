@@ -62,6 +62,11 @@ class DataParallelScheduler:
         )
 
     @property
+    def num_streams(self) -> int:
+        """As in Scheduler, of the rank with the most."""
+        return max(rank.num_streams for rank in self.ranks)
+
+    @property
     def num_steps_in_flight(self) -> int:
         return len(self._in_flight)
 
@@ -105,9 +110,9 @@ class DataParallelScheduler:
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
         return any([rank.abort(request_id, reason) for rank in self.ranks])
 
-    def next_step(self) -> ScheduledStep | None:
-        """The next steps of all ranks as one; None if no rank has any."""
-        parts: Parts = [rank.next_step() for rank in self.ranks]
+    def next_step(self, prompt_limit: int | None = None) -> ScheduledStep | None:
+        """The next steps of all ranks as one; None if no rank has any. prompt_limit: of each."""
+        parts: Parts = [rank.next_step(prompt_limit) for rank in self.ranks]
         if not any(parts):
             return None
         step = ScheduledStep(

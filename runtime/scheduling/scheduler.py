@@ -127,6 +127,11 @@ class Scheduler:
         return self.queues.waiting
 
     @property
+    def num_streams(self) -> int:
+        """Number of running requests that have a new token, or one in flight."""
+        return sum([request.num_new + request.num_in_flight > 0 for request in self.running])
+
+    @property
     def num_steps_in_flight(self) -> int:
         """Number of scheduled steps that are not finished."""
         return len(self._in_flight)
@@ -189,16 +194,18 @@ class Scheduler:
         request.queued_since = time.monotonic()
         self.queues.add(request)
 
-    def next_step(self) -> ScheduledStep | None:
+    def next_step(self, prompt_limit: int | None = None) -> ScheduledStep | None:
         """Schedule running requests, then admit waiting ones while the token budget, slots and
         blocks suffice.
+
+        prompt_limit   the most tokens of prompts, at least 1; None: as many as the budget allows
 
         None if there is nothing to schedule, or not before a step in flight has finished. Pooling
         steps alternate with generation steps.
         """
         kinds = (not self._pooled_last, self._pooled_last) if self.queues.num_pooled else (False,)
         for pooled in kinds:
-            in_flight = self._schedule(pooled)
+            in_flight = self._schedule(pooled, prompt_limit or self.max_num_batched_tokens)
             if in_flight is not None:
                 self._pooled_last = pooled
                 self._in_flight.append(in_flight)
@@ -304,9 +311,9 @@ class Scheduler:
         counted = sum(request.num_in_flight for request in (*self.running, *self.waiting))
         assert expected == counted, "num_in_flight is wrong"
 
-    def _schedule(self, pooled: bool) -> StepInFlight | None:
+    def _schedule(self, pooled: bool, prompt_limit: int) -> StepInFlight | None:
         """The next generation or pooling step; None if it would be empty."""
-        builder = StepInFlight(pooled, self.max_num_batched_tokens)
+        builder = StepInFlight(pooled, self.max_num_batched_tokens, prompt_limit)
         if self.queues.by_priority:
             self._preempt_for_waiting(pooled)
         self.images.begin(computed_in_part(self.running))
@@ -348,7 +355,9 @@ class Scheduler:
                     builder.decoding.append((request, request.num_admissions))
                     builder.budget -= 1
                 continue
-            count = self._num_new_tokens(request, builder.budget) if builder.accepts(request) else 0
+            if not builder.accepts(request):
+                continue
+            count = self._num_new_tokens(request, builder.most_tokens(request))
             if count and self._reserve(request, self._ahead(request.computed + count)):
                 self._add_chunk(builder, request, count)
 
@@ -371,7 +380,7 @@ class Scheduler:
         """
         image_waits = False
         for request in list(self.waiting):
-            if not builder.budget or not self.queues.has_slot:
+            if not builder.budget or builder.prompts <= 0 or not self.queues.has_slot:
                 return
             if (
                 request.num_in_flight
@@ -384,9 +393,10 @@ class Scheduler:
             if request.images and self._awaits_image(request):
                 image_waits = True
                 continue
-            if not self._admit(request, builder.budget):
+            most = builder.most_tokens(request)
+            if not self._admit(request, most):
                 return
-            self._add_chunk(builder, request, self._num_new_tokens(request, builder.budget))
+            self._add_chunk(builder, request, self._num_new_tokens(request, most))
 
     def _add_chunk(self, builder: StepInFlight, request: Request, count: int) -> None:
         chunk = self.request_errors.run(
@@ -409,6 +419,8 @@ class Scheduler:
             if request.num_in_flight and not request.room:
                 return 0
             return self._take_images(request, 1)
+        if not budget:
+            return 0
         count = min(request.pending + len(request.draft), budget)
         if request.scores_prompt and request.scored < request.num_prompt - 1:
             count = min(count, MOST_SCORED_ROWS)

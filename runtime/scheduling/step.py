@@ -241,6 +241,12 @@ class ScheduledStep(NamedTuple):
         return sum([chunk.num_tokens for chunk in self.chunks]) + self.num_decoding
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens after which none is sampled; of parts, of the one with the most."""
+        parts = self._chunks_of_parts if self.parts else [self.chunks]
+        return max([sum([x.num_tokens - x.num_samples for x in chunks]) for chunks in parts])
+
+    @property
     def num_output_rows(self) -> int:
         """Number of rows whose logits, or hidden states, are computed."""
         return sum([chunk.num_output_rows for chunk in self.chunks]) + self.num_decoding

@@ -16,6 +16,7 @@ from atomc.runtime.requests.request import Request, siblings
 from atomc.runtime.requests.sample_spec import uniform
 from atomc.runtime.requests.sampling_params import SamplingParams, Structured
 from atomc.runtime.sampling.token_counts import TokenCounts
+from atomc.runtime.scheduling import chunks
 from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.prefix_cache import first_read
 from atomc.runtime.scheduling.scheduler import QueueFull, Scheduler
@@ -138,6 +139,24 @@ def test_running_requests_come_before_new_prompts():
     assert advance(s)[0] == [("a", 4, 1, True), ("b", 0, 5, False)]
     s.add(request("c", 2))
     assert advance(s)[0] == [("a", 5, 1, True), ("b", 5, 3, True), ("c", 0, 2, True)]
+
+
+def test_a_limit_of_prompts_leaves_room_for_streams_and_drafts():
+    s = scheduler(num_blocks=64)
+    s.add(request("a", 4, max_tokens=30))
+    advance(s)
+    s.add(request("b", 40))
+    s.add(request("c", 40))
+    s.requests["a"].draft = (100, 100)
+    step = s.next_step(10)
+    assert shares(step.chunks) == [("a", 4, 3, True), ("b", 0, 10, False)]
+    assert (step.num_prompt_tokens, s.num_streams) == (10, 1)
+    s.finish_step(step, [[100, 100, 100]])
+    step = s.next_step(35)
+    assert shares(step.chunks) == [("a", 7, 1, True), ("b", 10, 30, True), ("c", 0, 6, False)]
+    assert step.num_prompt_tokens == 35 and s.num_streams == 2
+    s.finish_step(step, [[100], [100]])
+    assert shares(s.next_step().chunks)[-1] == ("c", 6, 34, True)
 
 
 def test_a_budget_below_the_running_requests_serves_the_oldest():
@@ -627,9 +646,11 @@ class Machine(RuleBasedStateMachine):
         r.draft = self.other.requests[r.id].draft = tuple(guess[: max(r.room - 1, 0)])
 
     @precondition(lambda self: len(self.flights) < 2)
-    @rule()
-    def launch(self):
-        step, other = self.decided()
+    @rule(prompt_limit=st.none() | st.integers(1, 20))
+    def launch(self, prompt_limit=None):
+        step, other = self.decided(prompt_limit)
+        if step is not None and prompt_limit is not None:
+            assert self.num_limited(step) <= prompt_limit
         if step is not None:
             chunks = rows_as_chunks(step, self.names)
             self.flights.append((self.device(chunks), chunks, step, other))
@@ -658,9 +679,18 @@ class Machine(RuleBasedStateMachine):
             self.s.undo_step(step)
             self.other.undo_step(other)
 
-    def decided(self):
+    def num_limited(self, step):
+        """Tokens of a step that only prompts have."""
+        return sum(
+            chunk.num_tokens - chunk.num_samples
+            for chunk, r in zip(step.chunks, self.requests(step.chunks), strict=True)
+            if not r.num_new
+            or r.length - (chunk.num_samples > 0) - chunk.start > chunks.MOST_OF_STREAM
+        )
+
+    def decided(self, prompt_limit=None):
         """The next step of both schedulers, which computes the same."""
-        step, other = self.s.next_step(), self.other.next_step()
+        step, other = self.s.next_step(prompt_limit), self.other.next_step(prompt_limit or 2**30)
         assert (step is None) == (other is None)
         if step is not None:
             assert sorted(shares(rows_as_chunks(step, self.names))) == sorted(shares(other.chunks))
@@ -745,7 +775,7 @@ class Machine(RuleBasedStateMachine):
             return
         for _ in range(2000):
             self.collect_all()
-            self.launch()
+            self.launch(prompt_limit=1)
             self.s.check()
             if not self.s.requests:
                 break
