@@ -51,7 +51,7 @@ AT_LEAST_ONE = (
     "pp",
     "dp",
 )
-POSITIVE = ("step_timeout", "grammar_seconds")
+POSITIVE = ("step_timeout", "max_itl_ms", "grammar_seconds")
 
 T = TypeVar("T")
 
@@ -101,6 +101,13 @@ class EngineConfig:
         "maximum number of tokens per step; longer prompts are computed in chunks; default: "
         "2048 on a GPU, 256 on a "
         "CPU, but at least max_num_seqs",
+    )
+    max_itl_ms: float | None = _option(
+        None,
+        "aim at this maximum time in milliseconds between two tokens of a running stream: steps "
+        "with streams compute fewer tokens of prompts, as many as the times of earlier steps "
+        "allow, at least 16; default: no limit, because it lowers throughput and lets prompts "
+        "wait longer",
     )
     gpu_memory_utilization: float = _option(
         0.9, "share of the GPU memory for weights, activations and KV cache"

@@ -35,6 +35,7 @@ from atomc.runtime.requests.request_errors import (
     is_recoverable,
 )
 from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.prompt_budget import PromptBudget
 from atomc.runtime.scheduling.scheduler import QueueFull
 from atomc.runtime.scheduling.speculative import NGramProposer
 from atomc.runtime.scheduling.stats import Stats
@@ -67,6 +68,9 @@ HOST_MS_WEIGHT = 0.02  # weight of the last step in the mean host time
 
 @dataclass(frozen=True)
 class _StepInFlight:
+    """began: time.perf_counter() at the start of the call that launched it."""
+
+    began: float
     step: ScheduledStep
     running: Launched
 
@@ -125,6 +129,8 @@ class Engine:
         self._in_flight: deque[_StepInFlight] = deque()
         self._outputs: list[Output] = []  # that the next `step` returns
         self._speculates = config.speculative_tokens > 0
+        self._prompt_budget: PromptBudget | None = None
+        self._read_at = 0.0  # time.perf_counter() when the last results had arrived
         phases = Phases(PHASES, progress=progress)
         self.phases = phases.seconds
         try:
@@ -191,6 +197,10 @@ class Engine:
         with phases.phase("warm up"), gc_disabled():
             executor.warm_up()
             self._warm_up()
+        if config.max_itl_ms is not None:
+            self._prompt_budget = PromptBudget(
+                config.max_itl_ms, worker.limits.max_num_batched_tokens, worker.padded_rows
+            )
         executor.ready()
 
     def request(
@@ -299,11 +309,11 @@ class Engine:
             self._outputs += self._collect()
         if self._speculates:
             self._draft()  # depends on all previous tokens
-        step = self.scheduler.next_step()
+        step = self.scheduler.next_step(self._prompt_limit())
         launched = None
         if step is not None:
             try:
-                launched = _StepInFlight(step, self.executor.launch(step))
+                launched = _StepInFlight(began, step, self.executor.launch(step))
                 mask = None
                 if masked := self._masked(step):
                     if any(state.mask_depends_on_output for state in masked.values()):
@@ -375,6 +385,13 @@ class Engine:
         self._refuse_asleep()
         self.executor.prepare_pooling()
 
+    def _prompt_limit(self) -> int | None:
+        """Prompt tokens of the next step; None: as many as it has room for."""
+        streams = 0 if self._prompt_budget is None else self.scheduler.num_streams
+        if self._prompt_budget is None or not streams:
+            return None
+        return self._prompt_budget.tokens(streams * (1 + self.config.speculative_tokens))
+
     def _draft(self) -> None:
         """Propose drafts for decoding requests: all tokens of these are computed, except the last
         one, and those up to a rejected draft if the state cannot be rolled back. The latter are
@@ -421,7 +438,11 @@ class Engine:
         requests = self.scheduler.first_requests
         began = time.perf_counter()
         results = in_flight.running.results()
-        self._waited += time.perf_counter() - began
+        before, self._read_at = self._read_at, time.perf_counter()
+        self._waited += self._read_at - began
+        if self._prompt_budget is not None:
+            seconds = self._read_at - max(before, in_flight.began)
+            self._prompt_budget.add(in_flight.step, 1e3 * seconds)
         for number, error in results.errors.items():
             if requests[number].finish_reason is None:
                 self.request_errors.failed.setdefault(requests[number].id, error)
@@ -524,6 +545,7 @@ class Engine:
             graph_rows=ran.graph_rows,
             graph_padding=ran.graph_padding,
             host_ms=self.host_ms,
+            prompt_limit=self._prompt_limit() or self.executor.limits.max_num_batched_tokens,
             expert_load=ran.expert_load,
             no_prefix_cache=self.executor.limits.no_prefix_cache,
             snapshots_total=self.executor.limits.capacity.snapshots * len(pools),

@@ -301,6 +301,13 @@ class Worker:
             if not self.config.enforce_eager:
                 self._capture()
 
+    @property
+    def padded_rows(self) -> list[int]:
+        """Numbers of rows to which steps with prompts are padded, ascending; [] on a CPU."""
+        if self.program.device.type == "cpu":
+            return []
+        return sorted({shape.rows for shape in self.runner.shapes if not shape.is_decode})
+
     def _shapes(self) -> list[StepShape]:
         """The shapes to which steps are padded, in the order in which to capture them."""
         input_batch = self.runner.input_batch

@@ -208,7 +208,7 @@ class StepInFlight:
     """A step: first under construction, then scheduled and not finished.
 
     budget      tokens that may still be added
-    prompts     of these, tokens after which none is sampled
+    prompts     of these, tokens of prompts
     of_chunks   for each chunk its request, the num_admissions of that, and the number of decode
                 rows that were added before
     decoding    for each decode row its request and num_admissions
@@ -232,7 +232,7 @@ class StepInFlight:
         self.chunks.append(chunk)
         self.of_chunks.append((request, request.num_admissions, len(self.decoding)))
         self.budget -= chunk.num_tokens
-        self.prompts -= chunk.num_tokens - chunk.num_samples
+        self.prompts -= chunk.num_prompt_tokens
 
     def most_tokens(self, request: Request) -> int:
         """How many tokens of the request may be added."""

@@ -129,7 +129,7 @@ class Scheduler:
     @property
     def num_streams(self) -> int:
         """Number of running requests that have a new token, or one in flight."""
-        return sum([request.num_new + request.num_in_flight > 0 for request in self.running])
+        return sum([request.length > request.num_prompt for request in self.running])
 
     @property
     def num_steps_in_flight(self) -> int:

@@ -46,6 +46,7 @@ class Stats:
                       rows
     host_ms           host time per step in milliseconds, mean of the last steps, without waiting
                       for the device
+    prompt_limit      the most prompt tokens of the next step (max_itl_ms)
     expert_load       tokens that each expert got, by the path of the layer's experts; {} unless
                       they are counted
     drafts            number of drafts that were verified; drafted: their tokens; accepted: those
@@ -75,6 +76,7 @@ class Stats:
     graph_rows: int = 0
     graph_padding: int = 0
     host_ms: float = 0.0
+    prompt_limit: int = 0
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -95,7 +97,9 @@ class Stats:
 
 
 def total(engines: Sequence[Stats]) -> Stats:
-    """The sums over engines of the same model. max_len is the smallest, host_ms the largest."""
+    """The sums over engines of the same model. max_len and prompt_limit are the smallest, host_ms
+    the largest.
+    """
     first = engines[0]
     steps: Counter[str] = Counter()
     for stats in engines:
@@ -105,7 +109,8 @@ def total(engines: Sequence[Stats]) -> Stats:
         for name, value in vars(first).items()
         if isinstance(value, int)
     }
-    sums["max_len"] = min(stats.max_len for stats in engines)
+    for name in ("max_len", "prompt_limit"):
+        sums[name] = min(getattr(stats, name) for stats in engines)
     expert_load = sum_of_loads(stats.expert_load for stats in engines)
     host_ms = max(stats.host_ms for stats in engines)
     return replace(

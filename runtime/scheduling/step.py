@@ -109,6 +109,11 @@ class Chunk(NamedTuple):
         return len(self.tokens) + self.has_placeholder
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """All tokens of a chunk of a prompt; 0 of the last sampled token and a draft."""
+        return self.num_tokens if self.num_tokens > self.num_samples else 0
+
+    @property
     def end(self) -> int:
         return self.start + self.num_tokens
 
@@ -242,9 +247,9 @@ class ScheduledStep(NamedTuple):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens after which none is sampled; of parts, of the one with the most."""
+        """Number of tokens of prompts; of parts, of the one with the most."""
         parts = self._chunks_of_parts if self.parts else [self.chunks]
-        return max([sum([x.num_tokens - x.num_samples for x in chunks]) for chunks in parts])
+        return max([sum([chunk.num_prompt_tokens for chunk in chunks]) for chunks in parts])
 
     @property
     def num_output_rows(self) -> int:

@@ -38,6 +38,7 @@ FIELDS_OF_GROUP = {
         "num_blocks",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "max_itl_ms",
         "max_queue",
         "enable_prefix_caching",
         "state_snapshots",

@@ -218,6 +218,7 @@ def samples(client: EngineClient) -> Iterator[MetricSample]:
     yield gauge("kv_cache_tokens", "Tokens in the KV cache.", stats.kv_tokens_used)
     yield gauge("state_snapshots", "States of prefixes that are kept.", stats.snapshots_held)
     yield gauge("host_step_milliseconds", "Host time per step.", stats.host_ms)
+    yield gauge("step_prompt_tokens_limit", "Most prompt tokens of a step.", stats.prompt_limit)
     if stats.drafts:
         yield gauge(
             "spec_decode_draft_acceptance_rate",

@@ -6,12 +6,14 @@ import cProfile
 import json
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from atomc.loading import loader
+from atomc.runtime import engine as module_of_engine
 from atomc.runtime.constrained.grammar_compiler import GrammarCompiler
 from atomc.runtime.engine import Engine, EngineConfig, QueueFull
 from atomc.runtime.execution import capacity
@@ -431,3 +433,51 @@ def test_a_request_that_ended_while_its_next_step_was_launched_has_no_mask(plain
     found = run(plain, plain.request("a", [5, 6], params), plain.request("b", [5, 6], longer))
     assert found["a"][-1].finish_reason == "stop" and max(rows) == 2 and rows[-1] == 1
     assert not any(ended)
+
+
+class Clock:
+    """time.perf_counter of an engine whose steps take 5 ms, and 0.1 ms more for each token."""
+
+    def __init__(self, started, monkeypatch):
+        self.now, self.launch = 0.0, started.executor.launch
+        monkeypatch.setattr(module_of_engine.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(started.executor, "launch", self.timed)
+
+    def timed(self, step):
+        launched = self.launch(step)
+        results = launched.results
+
+        def later():
+            self.now += 5e-3 + 1e-4 * step.num_tokens
+            return results()
+
+        launched.results = later
+        return launched
+
+
+@pytest.mark.parametrize("speculative_tokens", [0, 2])
+def test_a_burst_of_prompts_leaves_the_gaps_of_a_stream_below_max_itl_ms(
+    monkeypatch, speculative_tokens
+):
+    started = engine(
+        max_itl_ms=15, max_num_batched_tokens=512, speculative_tokens=speculative_tokens
+    )
+    assert started.stats().prompt_limit == 512  # nothing runs
+    clock, arrived, answers = Clock(started, monkeypatch), [], {}
+    long = SamplingParams(max_tokens=60, ignore_eos=True)
+    started.add(started.request("stream", [1, 2, 3], long))
+    steps = 0
+    while started.has_work:
+        if steps == 10:
+            for i in range(7):
+                started.add(started.request(f"{i}", [5 + i] * 300, SamplingParams(max_tokens=2)))
+        for output in started.step():
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.request_id == "stream":
+                arrived.append(clock.now)
+        steps += 1
+        if steps == 30:
+            assert 60 < started.stats().prompt_limit < 100
+    assert len(answers["stream"]) == 60 and len(answers) == 8
+    gaps = [1e3 * (after - before) for before, after in pairwise(arrived)]
+    assert 13 < max(gaps) <= 15 and started.stats().prompt_limit == 512

@@ -133,6 +133,11 @@ def test_metrics_have_the_total_and_the_imbalance_of_each_layer():
     assert "expert" not in metrics_of(Stats(0, 0, 0, 1, 16, 16))
 
 
+def test_metrics_have_the_limit_of_prompt_tokens():
+    text = metrics_of(Stats(0, 0, 0, 1, 16, 16, prompt_limit=64))
+    assert 'atomc:step_prompt_tokens_limit{engine="0",model_name="m"} 64.0' in text
+
+
 @pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [[], pytest.param(["--dp", 2, "--ep"], marks=pytest.mark.slow)])
 def test_a_server_returns_the_tokens_of_each_expert(checkpoint, ranks):

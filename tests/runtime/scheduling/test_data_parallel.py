@@ -77,6 +77,15 @@ def test_all_ranks_pad_to_the_largest_sizes() -> None:
     assert sizes_of_ranks == {StepSize(rows=9, sequences=2, wanted=2, longest=9, pooled=False)}
 
 
+def test_a_limit_of_prompt_tokens_holds_on_each_rank() -> None:
+    s = scheduler()
+    for name, length in (("a", 3), ("b", 9), ("c", 4)):
+        s.add(request(name, length))
+    step = s.next_step(5)
+    assert step is not None and step.num_prompt_tokens == 5 and s.num_streams == 1
+    assert [step.rank_part(rank).num_tokens for rank in range(2)] == [5, 5]
+
+
 def test_a_rank_without_work_gets_an_empty_part_of_the_size_of_the_others() -> None:
     s = scheduler()
     s.add(request("a"))

@@ -153,10 +153,10 @@ def test_a_limit_of_prompts_leaves_room_for_streams_and_drafts():
     assert (step.num_prompt_tokens, s.num_streams) == (10, 1)
     s.finish_step(step, [[100, 100, 100]])
     step = s.next_step(35)
-    assert shares(step.chunks) == [("a", 7, 1, True), ("b", 10, 30, True), ("c", 0, 6, False)]
+    assert shares(step.chunks) == [("a", 7, 1, True), ("b", 10, 30, True), ("c", 0, 5, False)]
     assert step.num_prompt_tokens == 35 and s.num_streams == 2
     s.finish_step(step, [[100], [100]])
-    assert shares(s.next_step().chunks)[-1] == ("c", 6, 34, True)
+    assert shares(s.next_step().chunks)[-1] == ("c", 5, 35, True)
 
 
 def test_a_budget_below_the_running_requests_serves_the_oldest():
@@ -682,7 +682,7 @@ class Machine(RuleBasedStateMachine):
     def num_limited(self, step):
         """Tokens of a step that only prompts have."""
         return sum(
-            chunk.num_tokens - chunk.num_samples
+            chunk.num_prompt_tokens
             for chunk, r in zip(step.chunks, self.requests(step.chunks), strict=True)
             if not r.num_new
             or r.length - (chunk.num_samples > 0) - chunk.start > chunks.MOST_OF_STREAM
