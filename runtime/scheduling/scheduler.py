@@ -21,6 +21,8 @@ from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
 # Each prompt token with log-probabilities takes a row of V fp32 logits.
 MOST_SCORED_ROWS = 128
+# Prompt tokens of requests passed in a step that are hashed for the prefix cache: some 2 ms.
+MOST_HASHED = 2**15
 
 
 class QueueFull(Exception):
@@ -378,16 +380,19 @@ class Scheduler:
         """Admit waiting requests in order, up to the first one that does not fit. Those whose first
         image must wait are passed by others, but not by others with images.
         """
-        image_waits = False
+        image_waits, unhashed = False, MOST_HASHED
         for request in list(self.waiting):
             if not builder.budget or builder.prompts <= 0 or not self.queues.has_slot:
                 return
-            if (
-                request.num_in_flight
-                or not builder.accepts(request)
-                or self.prefixes.must_wait(request)
-                or (image_waits and request.images)
-            ):
+            if request.num_in_flight or not builder.accepts(request):
+                continue
+            is_new = not request.keys
+            if self.prefixes.must_wait(request):
+                unhashed -= len(request.tokens) * is_new
+                if unhashed <= 0:
+                    return
+                continue
+            if image_waits and request.images:
                 continue
             # Admitted only for a chunk: the state from which it starts is not kept for a later one.
             if request.images and self._awaits_image(request):
@@ -419,8 +424,6 @@ class Scheduler:
             if request.num_in_flight and not request.room:
                 return 0
             return self._take_images(request, 1)
-        if not budget:
-            return 0
         count = min(request.pending + len(request.draft), budget)
         if request.scores_prompt and request.scored < request.num_prompt - 1:
             count = min(count, MOST_SCORED_ROWS)
@@ -475,6 +478,8 @@ class Scheduler:
     def _preempt_for_waiting(self, pooled: bool) -> None:
         """Preempt running requests for waiting ones of higher priority."""
         for request in list(self.waiting):
+            if not self.running or self.running[-1].priority <= request.priority:
+                return
             if (
                 request.num_in_flight
                 or (request.pooling is not None) != pooled

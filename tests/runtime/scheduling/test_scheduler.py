@@ -17,6 +17,7 @@ from atomc.runtime.requests.sample_spec import uniform
 from atomc.runtime.requests.sampling_params import SamplingParams, Structured
 from atomc.runtime.sampling.token_counts import TokenCounts
 from atomc.runtime.scheduling import chunks
+from atomc.runtime.scheduling import scheduler as module_of_scheduler
 from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.prefix_cache import first_read
 from atomc.runtime.scheduling.scheduler import QueueFull, Scheduler
@@ -507,6 +508,28 @@ def test_who_needs_what_another_is_computing_waits_for_it():
     assert advance(s)[0] == [("a", 0, 6, False)]
     assert advance(s)[0] == [("a", 6, 4, True), ("c", 0, 1, True)]
     assert advance(s)[0] == [("a", 10, 1, True), ("c", 1, 1, True), ("b", 8, 2, True)]
+
+
+def test_a_step_hashes_a_bounded_part_of_the_prompts_that_wait_for_a_prefix(monkeypatch):
+    monkeypatch.setattr(module_of_scheduler, "MOST_HASHED", 30)
+    s = scheduler(num_blocks=64, shares=True)
+    for i in range(7):
+        s.add(request(f"{i}", 12))
+
+    hashed = []
+    for _ in range(2):
+        s.next_step()  # of the first, which the others wait for
+        hashed.append([request.id for request in s.requests.values() if request.keys])
+        s.check()
+    assert hashed == [["0", "1", "2", "3"], ["0", "1", "2", "3", "4", "5", "6"]]
+
+
+def test_a_queue_by_priority_without_any_to_preempt_hashes_no_prompt():
+    s = scheduler(num_blocks=64, shares=True, policy="priority", max_num_batched_tokens=8)
+    for i in range(4):
+        s.add(request(f"{i}", 12))
+    s.next_step()
+    assert [bool(r.keys) for r in s.requests.values()] == [True, False, False, False]
 
 
 def test_answers_to_one_prompt_share_its_blocks():
