@@ -130,7 +130,7 @@ class Engine:
         self._outputs: list[Output] = []  # that the next `step` returns
         self._speculates = config.speculative_tokens > 0
         self._prompt_budget: PromptBudget | None = None
-        self._read_at = 0.0  # time.perf_counter() when the last results had arrived
+        self._measured_at = 0.0  # time.perf_counter() at the end of the step before
         phases = Phases(PHASES, progress=progress)
         self.phases = phases.seconds
         try:
@@ -163,6 +163,7 @@ class Engine:
         config = self.config
         self.executor: Executor = executor
         self.module, self.program, self.threads = worker.module, worker.program, worker.threads
+        self._runs_in_launch = worker.program.device.type == "cpu"
         loaded = worker.loaded
         self.tokenizer, self.eos_ids, self.vocab_size = (
             loaded.tokenizer,
@@ -321,6 +322,8 @@ class Engine:
                         masked = self._masked(step)  # requests may end in _collect
                     mask = self.token_masks.mask(step, masked, self.scheduler.requests)
                 launched.running.sample(mask)
+                if self._runs_in_launch:
+                    self._measure(launched)
             except BaseException:  # raised again, Ctrl-C too: the scheduler is as before the step
                 self.scheduler.undo_step(step)
                 raise
@@ -392,6 +395,13 @@ class Engine:
             return None
         return self._prompt_budget.tokens(streams * (1 + self.config.speculative_tokens))
 
+    def _measure(self, in_flight: _StepInFlight) -> None:
+        """The step has run: it took the time since its call began, or the step before had run."""
+        before, self._measured_at = self._measured_at, time.perf_counter()
+        if self._prompt_budget is not None:
+            seconds = self._measured_at - max(before, in_flight.began)
+            self._prompt_budget.add(in_flight.step, 1e3 * seconds)
+
     def _draft(self) -> None:
         """Propose drafts for decoding requests: all tokens of these are computed, except the last
         one, and those up to a rejected draft if the state cannot be rolled back. The latter are
@@ -438,11 +448,9 @@ class Engine:
         requests = self.scheduler.first_requests
         began = time.perf_counter()
         results = in_flight.running.results()
-        before, self._read_at = self._read_at, time.perf_counter()
-        self._waited += self._read_at - began
-        if self._prompt_budget is not None:
-            seconds = self._read_at - max(before, in_flight.began)
-            self._prompt_budget.add(in_flight.step, 1e3 * seconds)
+        self._waited += time.perf_counter() - began
+        if not self._runs_in_launch:
+            self._measure(in_flight)
         for number, error in results.errors.items():
             if requests[number].finish_reason is None:
                 self.request_errors.failed.setdefault(requests[number].id, error)

@@ -8,8 +8,8 @@ from atomc.runtime.scheduling.step import ScheduledStep
 LEAST_TOKENS = 16  # of a step, so that prompts always end
 FIRST_TOKENS = 64  # before any step with prompts was measured
 AIM = 0.9  # of the limit, because steps of equal sizes take different times
-LONGEST = 4.0  # times the limit: longer steps are outliers, or tell no more
-BASE_WEIGHT, SLOPE_WEIGHT = 0.1, 0.5  # of the last step
+LONGEST = 2.0  # times the limit: longer steps are outliers, or tell no more
+BASE_WEIGHT, SLOPE_WEIGHT = 0.1, 0.5  # of the last step; of a slope that falls
 GROWTH = 1.5  # of the largest prompts that were measured
 FORGOTTEN = 0.05  # share of the largest prompts that each step with prompts forgets
 
@@ -40,8 +40,10 @@ class PromptBudget:
         tokens = prompts + self._padded(rows) - rows
         self._largest = max(tokens, self._largest * (1 - FORGOTTEN))
         excess = max(min(milliseconds, LONGEST * self._limit) - self._base, 0.0)
-        weight = SLOPE_WEIGHT * tokens / self._largest if self._slope else 1
-        self._slope += weight * (excess / tokens - self._slope)
+        slope, share = excess / tokens, tokens / self._largest
+        # Few tokens are often cheaper each than many.
+        weight = share if slope > self._slope else SLOPE_WEIGHT * share**3
+        self._slope += (slope - self._slope) * (weight if self._slope else 1)
 
     def tokens(self, streams: int) -> int:
         """Prompt tokens of the next step, beside so many rows of streams."""

@@ -436,35 +436,43 @@ def test_a_request_that_ended_while_its_next_step_was_launched_has_no_mask(plain
 
 
 class Clock:
-    """time.perf_counter of an engine whose steps take 5 ms, and 0.1 ms more for each token."""
+    """time.perf_counter of an engine whose steps take 5 ms, and 0.1 ms more for each token: in
+    `launch` as on a CPU, or until their results arrive.
+    """
 
-    def __init__(self, started, monkeypatch):
+    def __init__(self, started, monkeypatch, in_launch):
         self.now, self.launch = 0.0, started.executor.launch
+        monkeypatch.setattr(started, "_runs_in_launch", in_launch)
+        self.in_launch = in_launch
         monkeypatch.setattr(module_of_engine.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(started.executor, "launch", self.timed)
 
     def timed(self, step):
         launched = self.launch(step)
-        results = launched.results
+        results, seconds = launched.results, 5e-3 + 1e-4 * step.num_tokens
 
         def later():
-            self.now += 5e-3 + 1e-4 * step.num_tokens
+            self.now += seconds
             return results()
 
-        launched.results = later
+        if self.in_launch:
+            self.now += seconds
+        else:
+            launched.results = later
         return launched
 
 
+@pytest.mark.parametrize("in_launch", [True, False])
 @pytest.mark.parametrize("speculative_tokens", [0, 2])
 def test_a_burst_of_prompts_leaves_the_gaps_of_a_stream_below_max_itl_ms(
-    monkeypatch, speculative_tokens
+    monkeypatch, speculative_tokens, in_launch
 ):
     started = engine(
         max_itl_ms=15, max_num_batched_tokens=512, speculative_tokens=speculative_tokens
     )
     assert started.stats().prompt_limit == 512  # nothing runs
-    clock, arrived, answers = Clock(started, monkeypatch), [], {}
-    long = SamplingParams(max_tokens=60, ignore_eos=True)
+    clock, arrived, answers = Clock(started, monkeypatch, in_launch), [], {}
+    long = SamplingParams(max_tokens=120, ignore_eos=True)
     started.add(started.request("stream", [1, 2, 3], long))
     steps = 0
     while started.has_work:
@@ -478,6 +486,6 @@ def test_a_burst_of_prompts_leaves_the_gaps_of_a_stream_below_max_itl_ms(
         steps += 1
         if steps == 30:
             assert 60 < started.stats().prompt_limit < 100
-    assert len(answers["stream"]) == 60 and len(answers) == 8
+    assert len(answers["stream"]) == 120 and len(answers) == 8
     gaps = [1e3 * (after - before) for before, after in pairwise(arrived)]
     assert 13 < max(gaps) <= 15 and started.stats().prompt_limit == 512

@@ -7,6 +7,7 @@ IMAGE_CACHE = "tests/runtime/scheduling/test_image_cache.py"
 SNAPSHOTS = "tests/runtime/test_state_snapshots.py"
 DATA_PARALLEL = "tests/runtime/scheduling/test_data_parallel.py"
 IMAGES = "tests/runtime/test_images.py"
+BUDGET = "tests/runtime/scheduling/test_prompt_budget.py"
 DRAFTS = "tests/runtime/test_mtp.py"
 LORA = "tests/runtime/execution/test_lora.py"
 
@@ -244,9 +245,23 @@ BUGS = [
     ),
     bug(
         "stats",
-        "min(stats.max_len",
-        "max(stats.max_len",
+        "min(getattr(stats, name)",
+        "max(getattr(stats, name)",
         "tests/runtime/server/engines/test_server_dp.py -k stats_of_engines",
+    ),
+    bug(
+        "chunks",
+        "self.prompts -= chunk.num_prompt_tokens",
+        "pass",
+        f"{SCHEDULER} -k 'leaves_room or Machine'",
+    ),
+    bug("prompt_budget", "self._padded(least)", "least", f"{BUDGET} -k filled"),
+    bug("prompt_budget", "self._padded(rows + 1))", "rows)", f"{BUDGET} -k expected"),
+    bug(
+        "prompt_budget",
+        "SLOPE_WEIGHT * share**3",
+        "share",
+        f"{BUDGET} -k small_steps",
     ),
     bug(
         "step",

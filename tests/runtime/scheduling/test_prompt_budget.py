@@ -11,7 +11,7 @@ from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.prompt_budget import LEAST_TOKENS, PromptBudget
 from atomc.runtime.scheduling.scheduler import Scheduler
-from atomc.runtime.scheduling.step import ScheduledStep
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
 BASE, SLOPE, MOST, LIMIT = 5.0, 0.02, 2048, 20.0
 PROMPT, ALONE, SIZES = 512, 20, [64, 128, *range(256, MOST + 1, 256)]
@@ -120,6 +120,15 @@ def test_outliers_and_slow_first_steps_lower_the_budget_for_some_steps_only() ->
     assert sum(tokens) / len(tokens) > 0.6 * sum(wanted) / len(wanted)
 
 
+def test_small_steps_do_not_teach_that_tokens_of_large_ones_are_cheap() -> None:
+    budget, slope = PromptBudget(LIMIT, MOST), 0.03
+    for prompts in (1000, 250, 250):
+        tokens = [Chunk("a", 0, (1,) * prompts, 0, ())]
+        milliseconds = slope * prompts * (1 if prompts == 1000 else 0.5)
+        budget.add(ScheduledStep(tuple(tokens)), milliseconds)
+    assert budget.tokens(1) < 1.05 * 0.9 * LIMIT / slope
+
+
 def test_prompts_go_on_if_streams_alone_take_longer_than_the_limit() -> None:
     burst = Burst(lambda step: LIMIT + linear(step), [], prompts=8)
     assert max(tokens for tokens, _ in burst.times) == LEAST_TOKENS
@@ -128,6 +137,8 @@ def test_prompts_go_on_if_streams_alone_take_longer_than_the_limit() -> None:
 def test_a_step_that_must_be_padded_is_filled() -> None:
     budget = PromptBudget(LIMIT, MOST, SIZES)
     assert budget.tokens(60) == 128 - 60 and budget.tokens(250) == 512 - 250
+    budget.add(ScheduledStep((Chunk("a", 0, (1,) * 64, 0, ()),)), LIMIT)
+    assert budget.tokens(1) == 64 - 1 and budget.tokens(250) == 512 - 250
 
 
 def test_the_budget_is_at_most_what_a_step_has_room_for() -> None:
