@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -323,7 +324,7 @@ class Engine:
                     mask = self.token_masks.mask(step, masked, self.scheduler.requests)
                 launched.running.sample(mask)
                 if self._runs_in_launch:
-                    self._measure(launched)
+                    self._measure(launched, has_run=True)
             except BaseException:  # raised again, Ctrl-C too: the scheduler is as before the step
                 self.scheduler.undo_step(step)
                 raise
@@ -395,11 +396,14 @@ class Engine:
             return None
         return self._prompt_budget.tokens(streams * (1 + self.config.speculative_tokens))
 
-    def _measure(self, in_flight: _StepInFlight) -> None:
-        """The step has run: it took the time since its call began, or the step before had run."""
-        before, self._measured_at = self._measured_at, time.perf_counter()
-        if self._prompt_budget is not None:
-            seconds = self._measured_at - max(before, in_flight.began)
+    def _measure(self, in_flight: _StepInFlight, *, has_run: bool) -> None:
+        """The step took the time since its call began, or since the end of the step before.
+
+        has_run   False: no result was waited for, which does not tell when the step ended
+        """
+        before, self._measured_at = self._measured_at, time.perf_counter() if has_run else inf
+        seconds = self._measured_at - max(before, in_flight.began)
+        if self._prompt_budget is not None and isfinite(seconds):
             self._prompt_budget.add(in_flight.step, 1e3 * seconds)
 
     def _draft(self) -> None:
@@ -450,7 +454,7 @@ class Engine:
         results = in_flight.running.results()
         self._waited += time.perf_counter() - began
         if not self._runs_in_launch:
-            self._measure(in_flight)
+            self._measure(in_flight, has_run=results.has_values)
         for number, error in results.errors.items():
             if requests[number].finish_reason is None:
                 self.request_errors.failed.setdefault(requests[number].id, error)

@@ -74,6 +74,12 @@ class StepResults:
     decoded: list[int] = field(default_factory=list)
     errors: dict[int, RequestError] = field(default_factory=dict)
 
+    @property
+    def has_values(self) -> bool:
+        """Whether the step gave anything for which the host has waited."""
+        values = (x.tokens or x.scores or x.embedding for x in self.chunks)
+        return bool(self.decoded) or any(values)
+
     def add(self, other: "StepResults") -> None:
         """Add the results of another part of the step, which has no decode rows before."""
         first = len(self.chunks)

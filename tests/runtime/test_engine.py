@@ -443,6 +443,7 @@ class Clock:
     def __init__(self, started, monkeypatch, in_launch):
         self.now, self.launch = 0.0, started.executor.launch
         monkeypatch.setattr(started, "_runs_in_launch", in_launch)
+        monkeypatch.setattr(started, "_measured_at", 0.0)
         self.in_launch = in_launch
         monkeypatch.setattr(module_of_engine.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(started.executor, "launch", self.timed)
@@ -489,3 +490,18 @@ def test_a_burst_of_prompts_leaves_the_gaps_of_a_stream_below_max_itl_ms(
     assert len(answers["stream"]) == 120 and len(answers) == 8
     gaps = [1e3 * (after - before) for before, after in pairwise(arrived)]
     assert 13 < max(gaps) <= 15 and started.stats().prompt_limit == 512
+
+
+def test_steps_without_results_are_not_timed(monkeypatch):
+    started = engine(max_itl_ms=15, max_num_batched_tokens=128)
+    clock = Clock(started, monkeypatch, in_launch=False)
+    waits, timed = clock.timed, []
+    monkeypatch.setattr(  # without results, the device goes on while the host does not wait
+        started.executor, "launch", lambda step: (waits if step.num_samples else clock.launch)(step)
+    )
+    monkeypatch.setattr(
+        started._prompt_budget, "add", lambda step, ms: timed.append((step.num_tokens, ms))
+    )
+    run(started, started.request("a", [1] * 300, SamplingParams(max_tokens=3, ignore_eos=True)))
+    # Of 128, 128 and 44 tokens of the prompt, the last one ends after those before it.
+    assert timed == [(1, pytest.approx(5.1)), (1, pytest.approx(5.1))]
