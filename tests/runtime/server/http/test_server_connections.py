@@ -67,7 +67,7 @@ def said(server, first, drip=b""):
     [
         (b"http://host/v1/models", b"200"),
         (b"HTTPS://other:8/v1/models/atomc%2Ddemo?a=http://x/", b"200"),
-        (b"http://host?x", b"200"),  # the page at /
+        (b"http://host/?x", b"200"),  # the page at /
         (b"http://host/nowhere", b"404"),
         (b"/v1/models/http://host/v1/models", b"404"),
     ],
