@@ -215,14 +215,14 @@ def test_a_step_that_failed_while_tokens_were_drawn_advances_no_state_twice(serv
 
 def test_a_request_that_fails_alone_leaves_the_state_of_others(served, monkeypatch):
     kind, engine = served
-    prompts, accept = prompts_of(20, 5, 37, 3), Request.accept
+    prompts, original = prompts_of(20, 5, 37, 3), Request.output
 
-    def accepts(request, *args):
+    def broken(request, *args):
         if request.id == "1" and request.num_new == 2:
             raise RuntimeError("broken")
-        return accept(request, *args)
+        return original(request, *args)
 
-    monkeypatch.setattr(Request, "accept", accepts)
+    monkeypatch.setattr(Request, "output", broken)
     for request in requests_of(engine, prompts):
         engine.add(request)
     found, failed = {}, []
