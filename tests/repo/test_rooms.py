@@ -5,6 +5,7 @@ small, say in one sentence what they hold, and have tests.
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -154,3 +155,9 @@ def test_the_scheduler_needs_no_torch() -> None:
         text=True,
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names alone: of two, it collects one."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
