@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, isfinite
+from math import inf
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -131,7 +131,6 @@ class Engine:
         self._outputs: list[Output] = []  # that the next `step` returns
         self._speculates = config.speculative_tokens > 0
         self._prompt_budget: PromptBudget | None = None
-        self._measured_at = 0.0  # time.perf_counter() at the end of the step before
         phases = Phases(PHASES, progress=progress)
         self.phases = phases.seconds
         try:
@@ -323,8 +322,8 @@ class Engine:
                         masked = self._masked(step)  # requests may end in _collect
                     mask = self.token_masks.mask(step, masked, self.scheduler.requests)
                 launched.running.sample(mask)
-                if self._runs_in_launch:
-                    self._measure(launched, has_run=True)
+                if self._prompt_budget is not None and self._runs_in_launch:
+                    self._prompt_budget.measured(step, began, time.perf_counter())
             except BaseException:  # raised again, Ctrl-C too: the scheduler is as before the step
                 self.scheduler.undo_step(step)
                 raise
@@ -391,20 +390,9 @@ class Engine:
 
     def _prompt_limit(self) -> int | None:
         """Prompt tokens of the next step; None: as many as it has room for."""
-        streams = 0 if self._prompt_budget is None else self.scheduler.num_streams
-        if self._prompt_budget is None or not streams:
+        if self._prompt_budget is None or not (streams := self.scheduler.num_streams):
             return None
         return self._prompt_budget.tokens(streams * (1 + self.config.speculative_tokens))
-
-    def _measure(self, in_flight: _StepInFlight, *, has_run: bool) -> None:
-        """The step took the time since its call began, or since the end of the step before.
-
-        has_run   False: no result was waited for, which does not tell when the step ended
-        """
-        before, self._measured_at = self._measured_at, time.perf_counter() if has_run else inf
-        seconds = self._measured_at - max(before, in_flight.began)
-        if self._prompt_budget is not None and isfinite(seconds):
-            self._prompt_budget.add(in_flight.step, 1e3 * seconds)
 
     def _draft(self) -> None:
         """Propose drafts for decoding requests: all tokens of these are computed, except the last
@@ -453,8 +441,10 @@ class Engine:
         began = time.perf_counter()
         results = in_flight.running.results()
         self._waited += time.perf_counter() - began
-        if not self._runs_in_launch:
-            self._measure(in_flight, has_run=results.has_values)
+        if self._prompt_budget is not None and not self._runs_in_launch:
+            # Without values nothing was waited for, which does not tell when the step ended.
+            ended = time.perf_counter() if results.has_values else inf
+            self._prompt_budget.measured(in_flight.step, in_flight.began, ended)
         for number, error in results.errors.items():
             if requests[number].finish_reason is None:
                 self.request_errors.failed.setdefault(requests[number].id, error)

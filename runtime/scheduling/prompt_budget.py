@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from math import isfinite
 
 from atomc.runtime.scheduling.step import ScheduledStep
 
@@ -29,9 +30,18 @@ class PromptBudget:
         self._limit, self._most, self._sizes = max_itl_ms, most, sizes
         self._base = self._slope = 0.0
         self._largest = FIRST_TOKENS / GROWTH
+        self._ended = 0.0  # when the step before did, in seconds
+
+    def measured(self, step: ScheduledStep, began: float, ended: float) -> None:
+        """A step took the time since its call began, or since the end of the step before; in
+        seconds. ended: infinite if it is not known.
+        """
+        start, self._ended = max(self._ended, began), ended
+        if isfinite(ended - start):
+            self.add(step, 1e3 * (ended - start))
 
     def add(self, step: ScheduledStep, milliseconds: float) -> None:
-        """A step has taken so long, from the end of the step before or its own start."""
+        """A step has taken so long."""
         rows, prompts = step.padded_size.rows, step.num_prompt_tokens
         if not prompts:
             milliseconds = min(milliseconds, self._limit)

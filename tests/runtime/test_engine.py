@@ -443,7 +443,6 @@ class Clock:
     def __init__(self, started, monkeypatch, in_launch):
         self.now, self.launch = 0.0, started.executor.launch
         monkeypatch.setattr(started, "_runs_in_launch", in_launch)
-        monkeypatch.setattr(started, "_measured_at", 0.0)
         self.in_launch = in_launch
         monkeypatch.setattr(module_of_engine.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(started.executor, "launch", self.timed)
