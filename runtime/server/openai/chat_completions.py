@@ -21,7 +21,7 @@ from atomc.runtime.server.parsers.message_deltas import (
 )
 from atomc.runtime.server.service.generation import Answer
 from atomc.runtime.server.service.logprobs import chat_logprobs, encoded, prompt_logprobs
-from atomc.runtime.server.service.protocol import ChatRequest, StreamOptions
+from atomc.runtime.server.service.protocol import ChatRequest
 from atomc.runtime.server.service.response_types import (
     ChatChoice,
     ChatChunk,
@@ -104,11 +104,14 @@ class ChatAnswer(Answer[ChatRequest]):
         return response
 
     async def events(self) -> AsyncIterator[bytes]:
-        options = self.body.stream_options or StreamOptions()
-        started: set[int] = set()
+        body, started = self.body, set[int]()
         texts: dict[int, TextEvents] = {}
-        if not (self.body.logprobs or self.body.return_token_ids or options.continuous_usage_stats):
-            texts = {index: self._text_events(index) for index in range(self.body.n)}
+        if not (
+            body.logprobs
+            or body.return_token_ids
+            or body.effective_stream_options.continuous_usage_stats
+        ):
+            texts = {index: self._text_events(index) for index in range(body.n)}
         async for delta in self.chat:
             match delta.deltas:
                 case [ContentDelta(text)] if (
@@ -118,7 +121,7 @@ class ChatAnswer(Answer[ChatRequest]):
                 case _:
                     if events := b"".join(self._events(delta, started)):
                         yield events
-        if options.include_usage:
+        if body.effective_stream_options.include_usage:
             yield sse_event(self._event([]) | {"usage": self.generation.usage()})
         yield SSE_DONE
 
@@ -129,14 +132,13 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def _events(self, delta: ChoiceDelta, started: set[int]) -> Iterator[bytes]:
         """The events of a delta. started: as of _chunks."""
-        options = self.body.stream_options or StreamOptions()
         is_first = not started
         for chunk in self._chunks(delta, started):
             event = self._event([chunk])
             if self.body.return_token_ids and is_first:
                 event["prompt_token_ids"] = self.generation.prompts[0]
                 is_first = False
-            if options.continuous_usage_stats:
+            if self.body.effective_stream_options.continuous_usage_stats:
                 event["usage"] = self.generation.usage()
             yield sse_event(event)
 

@@ -17,7 +17,7 @@ from atomc.runtime.server.service.logprobs import (
     encoded,
     prompt_logprobs,
 )
-from atomc.runtime.server.service.protocol import CompletionRequest, StreamOptions
+from atomc.runtime.server.service.protocol import CompletionRequest
 from atomc.runtime.server.service.response_types import (
     Completion,
     CompletionChoice,
@@ -165,23 +165,25 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return usage
 
     async def events(self) -> AsyncIterator[bytes]:
-        options = self.body.stream_options or StreamOptions()
         texts = self._text_events()
         async for choice, delta in self.generation:
             if delta.finish_reason is None and texts:
                 yield texts[choice.index].encode(delta.text)
             elif event := await self._event(choice, delta):
                 yield event
-        if options.include_usage:
+        if self.body.effective_stream_options.include_usage:
             yield sse_event(self._response([]) | {"usage": self._usage()})
         yield SSE_DONE
 
     def _text_events(self) -> dict[int, TextEvents]:
         """By choice, if its events have text only until it ends."""
-        body, options = self.body, self.body.stream_options or StreamOptions()
-        if body.echo or body.return_token_ids or options.continuous_usage_stats:
-            return {}
-        if body.logprobs is not None:
+        body = self.body
+        if (
+            body.echo
+            or body.logprobs is not None
+            or body.return_token_ids
+            or body.effective_stream_options.continuous_usage_stats
+        ):
             return {}
 
         def events(index: int) -> TextEvents:
@@ -201,7 +203,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             if choice.num_new == len(part.new_tokens):
                 entry["prompt_token_ids"] = choice.prompt
         chunk = self._response([entry])
-        if self.body.stream_options is not None and self.body.stream_options.continuous_usage_stats:
+        if self.body.effective_stream_options.continuous_usage_stats:
             chunk["usage"] = self._usage()
         return sse_event(chunk)
 

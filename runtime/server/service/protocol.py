@@ -278,6 +278,11 @@ class GenerationRequest(SamplingRequest):
     truncate_prompt_tokens: Int64 | None = None
     stream_options: StreamOptions | None = None
 
+    @property
+    def effective_stream_options(self) -> StreamOptions:
+        """The options, all with their defaults if there are none."""
+        return self.stream_options or StreamOptions()
+
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompt
