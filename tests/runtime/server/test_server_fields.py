@@ -87,8 +87,10 @@ def test_events_with_text_only_are_those_of_streams_that_ask_for_more(http, path
             choice = json.loads(event)["choices"][0]
             text = choice["delta"].get("content", "") if path == CHAT else choice["text"]
             texts[choice["index"]] = texts.get(choice["index"], "") + text
-        own = re.compile(r'"id":"[^"]*"|"created":\d+|(?<="text":)"(\\.|[^"\\])*"')
-        return [own.sub("", event.replace('"content":', '"text":')) for event in events], texts
+        differing = re.compile(r'"id":"[^"]*"|"created":\d+|(?<="text":)"(\\.|[^"\\])*"')
+        return [
+            differing.sub("", event.replace('"content":', '"text":')) for event in events
+        ], texts
 
     plain, text = chunks()
     full, text_of_full = chunks(return_token_ids=True)
