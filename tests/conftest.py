@@ -140,6 +140,10 @@ def forget_what_dynamo_compiled():
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+        # torch 2.11 sets both for the time of a call with dynamic=False; two threads in such calls
+        # leave what the other one has set.
+        torch._dynamo.config.automatic_dynamic_shapes = True
+        torch._dynamo.config.assume_static_by_default = True
 
 
 @pytest.fixture
