@@ -66,7 +66,20 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8},
     "qwen3_moe": {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
-    "falcon_h1": {"num_key_value_heads": 2},
+    "deepseek_v2": {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "num_experts_per_tok": 6,
+    },
+    "falcon_h1": {
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "mamba_d_ssm": 1536,
+        "mamba_n_heads": 24,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+    },
 }
 ENCODERS = ("bert", "modernbert", "xlm-roberta", "vit", "siglip_vision_model", "whisper")
 WORKLOADS = {"decoder": ("decode 1", "decode 16", "prompt 512"), "encoder": ("1 x 128", "32 x 256")}
