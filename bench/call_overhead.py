@@ -209,7 +209,10 @@ def measure(name: str, workload: str, mode: str, layers: int, rounds: int) -> di
         for way in WAYS:
             call, ways[way] = prepared(model, name, workload, mode, way)
             start = time.perf_counter()
-            results[way] = call().float()
+            try:
+                results[way] = call().float()
+            except Exception as error:
+                sys.exit(f"{way}: {type(error).__name__}: {' '.join(str(error).split())[:400]}")
             torch.cuda.synchronize()
             row["first"][way] = time.perf_counter() - start
             difference = (results[way] - results["eager"]).abs().max()
