@@ -66,6 +66,12 @@ def test_a_cut_changes_no_result_whatever_the_sequences(
     close(cut_as(cut, arguments), arguments)
 
 
+def test_a_tile_finds_its_sequence_among_more_than_one_search_reads() -> None:
+    sequences = [(1, 3)] * 126 + [(7, 9), (20, 20)] + [(1, 2)] * 4 + [(0, 0)] * 130
+    arguments = paged(Draw(torch.float32, DEVICE), sequences, heads=(2, 1), padding=3)
+    close(cut_as(CUTS["a tile a program"], arguments), arguments)
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_blocks_have_any_size(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ops.LAYOUTS, "paged", Layout("paged", (0, 1, 2, 3), block_size))
