@@ -8,7 +8,7 @@ from atomc.cache.artifact import Uncacheable
 from atomc.cache.compiled import Compiled, serialize_compiled
 from atomc.cache.graph_fingerprint import parts_of
 from atomc.cache.lookup import CacheLookup
-from atomc.cache.store import ProgramData, plain_report, record_start
+from atomc.cache.store import ProgramData, record_start, report_json
 from atomc.report.records import CacheOutcome
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
@@ -84,7 +84,7 @@ class GraphCache:
                 raise Uncacheable(around or crowded or self.report.bugs[0])
             return {
                 "written": list(written),
-                "report": plain_report(self.report),
+                "report": report_json(self.report),
                 "guards": guards_of(self.mode, self.sizes),
                 "compiled": serialize_compiled(compiled, plain()),
             }

@@ -26,7 +26,6 @@ from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
 import torch
 
-from atomc.cache.artifact import Fields
 from atomc.cache.compiled import CompiledData
 from atomc.cache.fingerprint import KERNEL_SOURCE, OUR_KERNELS, Parts
 from atomc.files.atomic_file import write_atomically
@@ -53,13 +52,13 @@ class ProgramData(TypedDict):
     """The content of the entry of a compiled program.
 
     written  the numbers of the inputs that the graph writes
-    report   see `plain_report`
+    report   see `report_json`
     guards   on sizes, see atomc.torch_compat.tracing.guards_of
     model, places, arguments, graph  if its key identifies a model: see atomc.cache.model_cache
     """
 
     written: list[int]
-    report: Fields
+    report: str
     guards: str | None
     compiled: CompiledData
     model: NotRequired[str]
@@ -234,9 +233,6 @@ def differences(old: Parts, new: Parts) -> list[str]:
         for name in [*new, *(name for name in old if name not in new)]
         if old.get(name) != new.get(name)
     ]
-    # A changed kernel also changes the part of its file: report it once.
-    if any(name.startswith(KERNEL_SOURCE) for name in changed):
-        changed = [name for name in changed if not name.startswith(OUR_KERNELS)]
     words = [_change(name, old.get(name), new.get(name)) for name in changed[:3]]
     return words + [f"and {len(changed) - 3} more"] * (len(changed) > 3)
 
@@ -297,8 +293,8 @@ _OF_THIS_START = (
 )
 
 
-def plain_report(report: Report) -> Fields:
-    """The fields of a report that describe the compiled graph, as plain data."""
+def report_json(report: Report) -> str:
+    """The fields of a report that describe the compiled graph, as JSON."""
     data = {
         field.name: getattr(report, field.name)
         for field in fields(report)
@@ -306,13 +302,14 @@ def plain_report(report: Report) -> Fields:
     }
     for name in PARTS:
         data[name] = [asdict(item) for item in data[name]]
-    return {**data, "matches": dict(report.matches)}
+    return json.dumps({**data, "matches": dict(report.matches)})
 
 
-def fill_report(report: Report, data: Fields) -> None:
+def fill_report(report: Report, text: str) -> None:
     """Fill a report with stored fields."""
     stored = Report.of({**data, "version": VERSION, "model": report.model})
     for name in data:
+    data = json.loads(text)
         value = getattr(stored, name)
         if isinstance(value, list):
             getattr(report, name).extend(value)
