@@ -6,7 +6,6 @@ name: a kernel by op, provider and function, any other function by module and qu
 """
 
 import ast
-import importlib
 import math
 import operator
 import types
@@ -16,6 +15,7 @@ from typing import Any, Literal, TypedDict
 from torch import Tensor
 from torch.profiler import record_function
 
+from atomc import kernels
 from atomc.files.json_types import JSONMapping
 from atomc.graph.profiler_ranges import add_ranges
 from atomc.ops.op import REGISTRY, Kernel
@@ -104,7 +104,7 @@ def reference(item: Any) -> Reference:
         for kernel in op.kernels:
             for field, function in _functions_of(kernel):
                 if function is item:
-                    return ("kernel", op.name, kernel.provider, _full_name(kernel.function), field)
+                    return ("kernel", op.name, kernel.provider, *_name_of(kernel), field)
     by_name: Reference = (
         "name",
         getattr(item, "__module__", None) or "builtins",
@@ -125,7 +125,7 @@ def resolve(name: Reference) -> Any:
     """
     kind, *rest = name
     if kind == "module":
-        return importlib.import_module(rest[0])
+        return kernels.load_module(rest[0])
     if kind == "float":
         return float(rest[0])
     if kind == "none":
@@ -133,12 +133,14 @@ def resolve(name: Reference) -> Any:
     if kind == "meaning":
         return REGISTRY[rest[0]].reference
     if kind == "name":
-        return operator.attrgetter(rest[1])(importlib.import_module(rest[0]))
-    op, provider, function, field = rest
+        return operator.attrgetter(rest[1])(kernels.load_module(rest[0]))
+    op, provider, module, function, field = rest
+    if module.startswith(f"{kernels.__name__}."):
+        kernels.load_module(module)
     for kernel in REGISTRY[op].kernels:
-        if kernel.provider == provider and _full_name(kernel.function) == function:
+        if (kernel.provider, *_name_of(kernel)) == (provider, module, function):
             return dict(_functions_of(kernel))[field]
-    raise LookupError(f"no kernel {function} of {provider} for {op}")
+    raise LookupError(f"no kernel {function} of {module} for {op} ({provider})")
 
 
 def _functions_of(kernel: Kernel) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -154,5 +156,6 @@ def _functions_of(kernel: Kernel) -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f"prepare {', '.join(names)}", prepare
 
 
-def _full_name(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
+def _name_of(kernel: Kernel) -> tuple[str, str]:
+    """The module and the qualified name of its function."""
+    return kernel.function.__module__, kernel.function.__qualname__

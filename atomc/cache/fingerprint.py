@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from atomc.rewriting.graph_pass import Pass
 
 Parts = dict[str, str]
-# Parts are named "source of kernel triton rms_norm" and "source of
-# atomc/kernels/triton/rows/norm.py".
-KERNEL_SOURCE, OUR_KERNELS = "source of kernel", "source of atomc/kernels/"
 
 # These change reports and files, but not the compiled code.
 _REPORTING_OPTIONS = (
@@ -87,7 +84,7 @@ def environment_parts(options: Options, platform: Platform) -> Parts:
     parts |= {f"version of {name}": version for name, version in _versions().items()}
     parts |= {f"platform {name}": value for name, value in _machine(platform)}
     parts |= {f"setting {name}": value for name, value in _settings().items()}
-    return parts | _sources(options)
+    return parts | _sources()
 
 
 def digest(text: str | bytes) -> str:
@@ -147,16 +144,16 @@ def _settings() -> dict[str, str]:
     }
 
 
-def _sources(options: Options) -> Parts:
-    """A digest per kernel, registered pass, and file of the package that influences compilation."""
-    invariant = options.batch_invariant or kernels.INVARIANT in options.providers
-    providers = (*kernels.PROVIDERS, kernels.INVARIANT) if invariant else kernels.PROVIDERS
-    parts = {f"provider {name}": kernels.load(name) or "loaded" for name in providers}
+def _sources() -> Parts:
+    """A digest per kernel from outside of the package, registered pass, and file of the package
+    that influences compilation. Imports no kernels.
+    """
+    parts: Parts = {}
     for op in REGISTRY.values():
         for kernel in op.kernels:
-            if kernel.provider == kernels.INVARIANT and not invariant:
-                continue  # loaded for another program
-            name = f"{KERNEL_SOURCE} {kernel.provider} {op.name}"
+            if kernel.function.__module__.startswith(f"{kernels.__name__}."):
+                continue  # one of the files below
+            name = f"source of kernel {kernel.provider} {op.name}"
             parts[name] = digest(
                 parts.get(name, "") + kernel.function.__qualname__ + source_of(kernel.function)
             )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
+from atomc import kernels
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.compiled import Compiled, serialize_compiled
 from atomc.cache.graph_fingerprint import parts_of
@@ -86,6 +87,7 @@ class GraphCache:
                 "written": list(written),
                 "report": report_json(self.report),
                 "guards": guards_of(self.mode, self.sizes),
+                "missing": sorted(kernels.missing(self.options)),
                 "compiled": serialize_compiled(compiled, plain()),
             }
 

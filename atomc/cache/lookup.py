@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from atomc import kernels
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.compiled import Compiled, deserialize_compiled
 from atomc.cache.fingerprint import Parts
@@ -68,7 +69,7 @@ class CacheLookup:
     ) -> tuple[Compiled, ProgramData] | None:
         with outside_of_tracing():
             data = entry.read()
-        why = entry.why_missing() if data is None else mismatch(data)
+        why = entry.why_missing() if data is None else mismatch(data) or _provider_found(data)
         if data is None or why is not None:
             self.outcome = CacheOutcome("miss", str(why))
             return None
@@ -96,3 +97,9 @@ class CacheLookup:
         except (Uncacheable, TypeError, OSError) as error:
             self.outcome = replace(self.outcome, not_kept=str(error))
             return None
+
+
+def _provider_found(data: ProgramData) -> str | None:
+    """The first provider that was missing and can be imported now, as a reason to compile again."""
+    found = (name for name in data["missing"] if kernels.load(name) is None)
+    return next((f"provider {name} can be imported now" for name in found), None)

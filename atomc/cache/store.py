@@ -27,7 +27,7 @@ from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 import torch
 
 from atomc.cache.compiled import CompiledData
-from atomc.cache.fingerprint import KERNEL_SOURCE, OUR_KERNELS, Parts
+from atomc.cache.fingerprint import Parts
 from atomc.files.atomic_file import write_atomically
 from atomc.options import Options
 from atomc.report.records import PARTS
@@ -54,12 +54,14 @@ class ProgramData(TypedDict):
     written  the numbers of the inputs that the graph writes
     report   see `report_json`
     guards   on sizes, see atomc.torch_compat.tracing.guards_of
+    missing  the providers of kernels that could not be imported
     model, places, arguments, graph  if its key identifies a model: see atomc.cache.model_cache
     """
 
     written: list[int]
     report: str
     guards: str | None
+    missing: list[str]
     compiled: CompiledData
     model: NotRequired[str]
     places: NotRequired[list[str | None]]
@@ -307,9 +309,9 @@ def report_json(report: Report) -> str:
 
 def fill_report(report: Report, text: str) -> None:
     """Fill a report with stored fields."""
+    data = json.loads(text)
     stored = Report.of({**data, "version": VERSION, "model": report.model})
     for name in data:
-    data = json.loads(text)
         value = getattr(stored, name)
         if isinstance(value, list):
             getattr(report, name).extend(value)

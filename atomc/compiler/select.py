@@ -68,15 +68,10 @@ class Selection:
         self.absent: dict[str, Refusal] = {}
         self.order: list[str] = []
         check_providers(options.providers)
-        wanted = options.providers or kernels.PROVIDERS
-        for provider in (kernels.INVARIANT, *wanted) if options.batch_invariant else wanted:
-            reason = (
-                kernels.load(provider)
-                if provider in (*kernels.PROVIDERS, kernels.INVARIANT)
-                else None
-            )
-            if reason:
-                self.absent[provider] = Refusal("library", reason)
+        missing = kernels.missing(options)
+        for provider in kernels.providers_of(options):
+            if provider in missing:
+                self.absent[provider] = Refusal("library", missing[provider])
             else:
                 self.order.append(provider)
         if not options.providers:

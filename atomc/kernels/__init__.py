@@ -1,13 +1,18 @@
-"""Kernels: one folder per provider, whose modules register their kernels on import."""
+"""Kernels: one folder per provider, whose modules register their kernels on import. Its MODULES are
+in order of preference.
+"""
 
 import functools
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from atomc.ops.op import REGISTRY
+from atomc.options import Options
 from atomc.trusted_folder import trusted_folder
 
 PROVIDERS = ("aiter", "triton", "cuda", "zentorch", "onednn", "fla", "torch")
@@ -15,6 +20,18 @@ INVARIANT = "invariant"  # only where Options(batch_invariant=True) asks for it
 
 # Those whose every launch is one of Triton, of Inductor or of an op of PyTorch.
 VISIBLE = ("triton", "cuda", "zentorch", "onednn", "torch", INVARIANT)
+
+
+def providers_of(options: Options) -> tuple[str, ...]:
+    """The providers whose kernels a program may run, in order of preference."""
+    wanted = options.providers or PROVIDERS
+    return (INVARIANT, *wanted) if options.batch_invariant else wanted
+
+
+def missing(options: Options) -> dict[str, str]:
+    """Those of ours that have no kernels here, and why."""
+    ours = [name for name in providers_of(options) if name in (*PROVIDERS, INVARIANT)]
+    return {name: why for name in ours if (why := load(name)) is not None}
 
 
 @functools.cache
@@ -26,12 +43,33 @@ def load(provider: str) -> str | None:
     if importlib.util.find_spec(package) is None:
         return f"provider {provider!r} is not built in this version"
     try:
-        importlib.import_module(package)
-        if triton := sys.modules.get("triton"):
-            _use_trusted_folder(triton)
+        modules = [f"{package}.{name}" for name in importlib.import_module(package).MODULES]
+        for module in modules:
+            load_module(module)
     except Exception as error:  # a vendor's library can raise anything, such as OSError for a .so
         return f"provider {provider!r} cannot be imported: {type(error).__name__}: {error}"
+    _restore_order(modules)
     return None
+
+
+def load_module(name: str) -> ModuleType:
+    """One module of a provider by its full name, imported if it was not: programs of the cache need
+    no others. Raises what its import raises.
+    """
+    module = importlib.import_module(name)
+    if triton := sys.modules.get("triton"):
+        _use_trusted_folder(triton)
+    return module
+
+
+def _restore_order(modules: Sequence[str]) -> None:
+    """Sort the kernels of these modules as the modules, whatever was imported first."""
+    number = {name: i for i, name in enumerate(modules)}
+    for op in REGISTRY.values():
+        places = [i for i, kernel in enumerate(op.kernels) if kernel.function.__module__ in number]
+        ours = sorted((op.kernels[i] for i in places), key=lambda x: number[x.function.__module__])
+        for i, kernel in zip(places, ours, strict=True):
+            op.kernels[i] = kernel
 
 
 def _use_trusted_folder(triton: ModuleType) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from atomc import kernels
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.pack_to_device import pack_to_device
 
@@ -60,7 +61,7 @@ def _draw_on_gpu(
     logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]
 ) -> tuple[Tensor, Tensor]:
     """As inverse_transform, in one kernel."""
-    from atomc.kernels.triton import inverse_transform as kernel
+    kernel = kernels.load_module("atomc.kernels.triton.inverse_transform")
 
     V = logits.shape[-1]
     rows = [
@@ -69,7 +70,10 @@ def _draw_on_gpu(
     ]
     packed = pack_to_device(logits.device, rows)
     filtered = any(of.top_p < 1.0 or 0 < of.top_k < V for of in params)
-    return kernel.inverse_transform(logits, packed[..., 0], filtered=filtered)
+    drawn: tuple[Tensor, Tensor] = kernel.inverse_transform(
+        logits, packed[..., 0], filtered=filtered
+    )
+    return drawn
 
 
 def _sample_rows(

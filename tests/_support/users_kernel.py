@@ -32,5 +32,6 @@ def registered(folder: Path, factor: float) -> Iterator[None]:
     try:
         yield
     finally:
-        REGISTRY["rms_norm"].kernels.pop()
+        registered_kernels = REGISTRY["rms_norm"].kernels
+        registered_kernels[:] = [x for x in registered_kernels if x.provider != "mine"]
         del sys.modules["kernel_of_mine"]

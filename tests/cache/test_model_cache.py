@@ -21,7 +21,7 @@ from tiny_experts import random_model
 from torch import nn
 
 import atomc
-from atomc import demo
+from atomc import demo, kernels
 from atomc.cache import library_code
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.fingerprint import PACKAGE
@@ -351,12 +351,24 @@ def test_a_context_manager_is_known_only_if_it_is_ours(monkeypatch):
         described_now(model)
 
 
-def test_invariant_kernels_are_loaded_and_told_for_those_who_ask_for_them():
-    model = model_of()
-    before = described_now(model)
-    asked = described_now(model, batch_invariant=True)
-    assert asked["provider invariant"] == "loaded" and "source of kernel invariant linear" in asked
-    assert described_now(model) == before
+def test_the_key_has_the_source_of_every_kernel_of_ours():
+    sources = described_now(model_of())
+    files = {
+        f"source of atomc/{path.relative_to(PACKAGE)}" for path in PACKAGE.glob("kernels/**/*.py")
+    }
+    assert files and files <= sources.keys()
+
+
+def test_a_provider_that_can_be_imported_again_is_a_miss(tmp_path, monkeypatch):
+    def outcome():
+        return started(model_of(), tmp_path).report.cache
+
+    load = kernels.load
+    with monkeypatch.context() as broken:
+        broken.setattr(kernels, "load", lambda name: "broken" if name == "zentorch" else load(name))
+        assert (outcome(), outcome()) == ("miss: the cache is empty", "hit")
+    assert outcome() == "miss: provider zentorch can be imported now"
+    assert outcome() == "hit"
 
 
 def test_a_model_that_contains_itself_is_described():
@@ -655,6 +667,9 @@ TRACING = (
     "atomc.passes",
     "atomc.compiler.driver",
     "atomc.compiler.trace_model",
+    "triton",
+    "atomc.kernels.aiter",
+    "atomc.kernels.torch.ssm",
 )
 
 

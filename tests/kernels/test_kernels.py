@@ -17,6 +17,7 @@ from torch import Tensor
 
 from atomc import kernels, ops
 from atomc.kernels.torch.sequence import refuse_paged_attention, refuse_scaled_cache
+from atomc.ops.op import REGISTRY
 from atomc.ops.op_traits import Kind
 from atomc.platform import Platform
 
@@ -394,6 +395,18 @@ def test_an_unknown_provider_is_told_the_known_ones() -> None:
         kernels.load("magic")
         == "provider 'magic' is not one of ours (aiter, triton, cuda, zentorch, onednn, fla, torch)"
     )
+
+
+@pytest.mark.parametrize("provider", (*kernels.PROVIDERS, kernels.INVARIANT))
+def test_kernels_are_asked_in_the_order_of_modules(provider: str) -> None:
+    if why := kernels.load(provider):
+        pytest.skip(why)
+    package = importlib.import_module(f"atomc.kernels.{provider}")
+    number = {f"{package.__name__}.{name}": i for i, name in enumerate(package.MODULES)}
+    for op in REGISTRY.values():
+        names = [x.function.__module__ for x in op.kernels if x.provider == provider]
+        order = [number[name] for name in names if name in number]
+        assert order == sorted(order), op.name
 
 
 def test_a_provider_without_a_folder_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:

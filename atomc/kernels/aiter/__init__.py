@@ -2,8 +2,6 @@
 refuse.
 """
 
-from importlib import import_module
-
 # Of the kernels that take a call, the first is chosen: those of the first module here.
 MODULES = (
     "rows.activation",
@@ -53,5 +51,3 @@ MODULES = (
     "attention.shuffled_rope_kv_write",
     "attention.shuffled_unfused",
 )
-for _module in MODULES:
-    import_module(f"{__name__}.{_module}")

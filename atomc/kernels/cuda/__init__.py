@@ -2,6 +2,4 @@
 by cuDNN.
 """
 
-from atomc.kernels.cuda import attention, linear, scaled_linear
-
-__all__ = ["attention", "linear", "scaled_linear"]
+MODULES = ("attention", "linear", "scaled_linear")

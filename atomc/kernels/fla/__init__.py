@@ -2,6 +2,4 @@
 names fla.
 """
 
-from atomc.kernels.fla import delta_rule
-
-__all__ = ["delta_rule"]
+MODULES = ("delta_rule",)

@@ -7,11 +7,5 @@ torch calls for CPUs.
 
 import importlib.util
 
-from atomc.kernels.invariant import on_cpu
-
-__all__ = ["on_cpu"]
-
-if importlib.util.find_spec("triton") is not None:
-    from atomc.kernels.invariant import attention, experts, linear, mla
-
-    __all__ += ["attention", "experts", "linear", "mla"]
+_IN_TRITON = ("attention", "experts", "linear", "mla")
+MODULES = ("on_cpu", *(_IN_TRITON if importlib.util.find_spec("triton") is not None else ()))

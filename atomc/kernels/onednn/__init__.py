@@ -5,8 +5,6 @@ The first registered kernel that accepts the arguments is selected. For int8 the
 weight, unpacked weight, weight converted to fp32.
 """
 
-from importlib import import_module
-
 import torch
 
 if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -20,5 +18,3 @@ MODULES = (
     "scaled_linear_int8_unpacked",
     "dequantized",
 )
-for _module in MODULES:
-    import_module(f"{__name__}.{_module}")

@@ -6,8 +6,6 @@ paged layout to the contiguous one, and the writes for CPUs to those for any dev
 experts that need not wait for the host.
 """
 
-from importlib import import_module
-
 MODULES = (
     "kv_write",
     "attention",
@@ -27,5 +25,3 @@ MODULES = (
     "experts.experts_quantized",
     "references",
 )
-for _module in MODULES:
-    import_module(f"{__name__}.{_module}")

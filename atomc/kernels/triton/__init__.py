@@ -1,7 +1,5 @@
 """Ops run by Triton kernels, on NVIDIA and AMD GPUs."""
 
-from importlib import import_module
-
 # Of the kernels that take a call, the first is chosen: those of the first module here.
 MODULES = (
     "rows.activation",
@@ -49,5 +47,3 @@ MODULES = (
     "attention.varlen_attention",
     "w4a16.w4a16",
 )
-for _module in MODULES:
-    import_module(f"{__name__}.{_module}")
