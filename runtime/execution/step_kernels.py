@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from atomc.runtime.requests.sample_spec import SampleSpec
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.sampler import Sampler
 
+LAUNCH = "atomc.kernels.triton.launch"
+
 
 class StepKernels:
     """The kernels of one engine start. Call `end` after the start, also if it failed.
@@ -27,6 +30,16 @@ class StepKernels:
         self.config = config
         self.kernels_loaded = False
         self._helper: Any = None  # a process that compiles kernels
+        self._hashing: Thread | None = None
+
+    def hash_triton(self) -> None:
+        """Begin to hash Triton's own files, which the keys of its cache contain: 0.4 s for 460 MB,
+        in a thread without the interpreter's lock.
+        """
+        with suppress(Exception):  # as in `begin`
+            hash_files = kernels.load_module(f"{LAUNCH}.compile_worker").triton_key
+            self._hashing = Thread(target=hash_files, daemon=True)
+            self._hashing.start()
 
     def begin(self, module: nn.Module, vocab_size: int | None) -> None:
         """Start a helper process that compiles the sampling kernels during tracing, if they are not
@@ -35,11 +48,9 @@ class StepKernels:
         # An error here is raised again, with its reason, when the kernels are launched.
         with suppress(Exception):
             weight = next(module.parameters())
-            if weight.is_cuda and kernels.load("triton") is None:
-                from atomc.kernels.triton.launch.compile_worker import start_worker
-
+            if weight.is_cuda:
                 of = self.config
-                self._helper = start_worker(
+                self._helper = kernels.load_module(f"{LAUNCH}.compile_worker").start_worker(
                     f"{type(module)} {of.model} {of.dtype} {of.quantization} {of.options}"
                 )
                 if self._helper is not None and vocab_size is not None:
@@ -56,6 +67,8 @@ class StepKernels:
             return
         from atomc.kernels.triton.launch.parallel_compile import compile_in_parallel
 
+        if self._hashing is not None:
+            self._hashing.join()
         helper, self._helper = self._helper, None
         kernels_loaded = compile_in_parallel(
             partial(self._launch_all, runner, outputs, max_num_seqs), worker=helper

@@ -26,7 +26,7 @@ from atomc.runtime.execution.executor import Limits, StepCounts, StepResults
 from atomc.runtime.execution.expert_load import ExpertLoad, expert_counts, rows_of_experts
 from atomc.runtime.execution.graphs import step_shapes
 from atomc.runtime.execution.input_batch import StepShape
-from atomc.runtime.execution.loading.load import LoadedModel, load
+from atomc.runtime.execution.loading.load import LoadedModel, load, present_device
 from atomc.runtime.execution.lora.program import lora_shape
 from atomc.runtime.execution.output_processor import OutputProcessor, StepOutputs
 from atomc.runtime.execution.reports import compare_reports
@@ -84,6 +84,8 @@ class Worker:
         lora = lora_shape(config)
         try:
             with phases.phase("load"):
+                if module is None and present_device(config.device).startswith("cuda"):
+                    self._kernels.hash_triton()
                 self.loaded = load(config, module, progress=self.progress, place=self.place)
                 self.module = self.loaded.module
                 if module is not None:
