@@ -8,6 +8,7 @@ import sys
 import threading
 
 from atomc.options import let_openmp_sleep
+from atomc.runtime.processes.garbage_collection import frozen_imports
 from atomc.runtime.processes.stderr_log import exit_process, log_to_stderr
 
 
@@ -16,8 +17,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     let_openmp_sleep()  # before torch is imported
-    from atomc.runtime.ranks.rank import Rank
-    from atomc.runtime.ranks.rank_settings import RankSettings
+    with frozen_imports():
+        from atomc.runtime.ranks.rank import Rank
+        from atomc.runtime.ranks.rank_settings import RankSettings
 
     settings = RankSettings.read(sys.stdin.buffer)
     log_to_stderr(f"%(asctime)s %(levelname)s rank {settings.rank}: %(message)s")

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from atomc.files.atomic_file import write_atomically
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.processes.garbage_collection import freeze_heap
+from atomc.runtime.processes.garbage_collection import freeze_heap, frozen_imports
 from atomc.runtime.processes.stderr_log import exit_process, log_to_stderr
 from atomc.runtime.ranks.endpoint import use_tcp
 from atomc.runtime.ranks.rank_failed import RankFailed
@@ -109,7 +109,8 @@ def run_engine(
         exit_process(1)
 
     try:
-        from atomc.runtime.engine import Engine
+        with frozen_imports():
+            from atomc.runtime.engine import Engine
 
         engine = Engine(
             start.config,
