@@ -4,9 +4,9 @@ with full ones.
     python bench/startup.py --model 0.6b --json bench/results/startup-h200.json
     python bench/startup.py --model 0.6b --server        # until `atomc serve` says that it is ready
 
-Parts, in seconds: python (the interpreter, until our first line runs), import, those of the engine
-(load, compile, allocate, warm up with the capture of CUDA graphs), first token. "Cold" has empty
-caches of atomc, Inductor, Triton and the CUDA driver; --repeat "warm" starts follow. Weights are
+Parts, in seconds: python (the interpreter, until our first line runs), import (torch and the
+context of CUDA apart), those of the engine (load, compile, allocate, warm up with the capture of
+CUDA graphs), first token. "Cold" has empty caches of atomc, Inductor, Triton and the CUDA driver; --repeat "warm" starts follow. Weights are
 random, so that reading them from disk is not in it. With each start is what compiling consists of,
 and the Triton kernels that its process compiled or found on disk, where a helper process leaves
 those that it compiles.

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.processes.garbage_collection import frozen_imports
 
 # Environment variables of cache directories.
 CACHES = ("ATOMC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -179,12 +180,23 @@ def main(config: str, spawned: float) -> None:
     """
     phases = {"python": time.time() - spawned}
     mark = time.perf_counter()
-    from atomc.runtime.engine import Engine
-    from atomc.runtime.requests.sampling_params import SamplingParams
+    settings = EngineConfig(**json.loads(config))
+    with frozen_imports():  # as the server's engine process
+        import torch
+
+        phases["import torch"] = time.perf_counter() - mark
+        mark = time.perf_counter()
+        on_gpu = torch.cuda.is_available() and settings.device != "cpu"
+        if on_gpu:
+            torch.zeros(1, device=settings.device or "cuda")
+            phases["CUDA context"] = time.perf_counter() - mark
+            mark = time.perf_counter()
+        from atomc.runtime.engine import Engine
+        from atomc.runtime.requests.sampling_params import SamplingParams
 
     phases["import"] = time.perf_counter() - mark
-    kernels = triton_kernels()
-    engine = Engine(EngineConfig(**json.loads(config)), progress=False)
+    kernels = triton_kernels() if on_gpu else {}
+    engine = Engine(settings, progress=False)
     mark = time.perf_counter()
     engine.add(engine.request("0", PROMPT, SamplingParams(max_tokens=1, ignore_eos=True)))
     while engine.has_work:
