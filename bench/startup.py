@@ -6,10 +6,10 @@ with full ones.
 
 Parts, in seconds: python (the interpreter, until our first line runs), import (torch and the
 context of CUDA apart), those of the engine (load, compile, allocate, warm up with the capture of
-CUDA graphs), first token. "Cold" has empty caches of atomc, Inductor, Triton and the CUDA driver; --repeat "warm" starts follow. Weights are
-random, so that reading them from disk is not in it. With each start is what compiling consists of,
-and the Triton kernels that its process compiled or found on disk, where a helper process leaves
-those that it compiles.
+CUDA graphs), first token. "Cold" has empty caches of atomc, Inductor, Triton and the CUDA driver;
+--repeat "warm" starts follow. Weights are random, so that reading them from disk is not in it. With
+each start is what compiling consists of, and the Triton kernels that its process compiled or found
+on disk, where a helper process leaves those that it compiles.
 """
 
 import argparse

@@ -1,9 +1,11 @@
 """Tokens a second and gaps between tokens against the number of streams, of servers beside each
 other.
 
-    python bench/streams.py --server atomc=http://127.0.0.1:8101 --server vllm=http://127.0.0.1:8102 \\
-        --json bench/results/streams-h200.json
-    python bench/streams.py --json bench/results/streams-h200.json --plot docs/streams.svg
+    atomc serve MODEL --port 8101
+    vllm serve MODEL --port 8102
+
+    python bench/streams.py --server atomc=http://127.0.0.1:8101 --server vllm=http://127.0.0.1:8102 --json FILE
+    python bench/streams.py --json FILE --plot docs/streams.svg
 
 For each number of streams the servers in turn get the same requests of random tokens, all at once:
 as many as there are streams, but at least four. Without --server, FILE is plotted.
