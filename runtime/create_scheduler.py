@@ -31,8 +31,6 @@ def _rank_scheduler(
         max_queue=config.max_queue,
         policy=config.scheduling_policy,
         request_errors=request_errors,
-        # Stages and data-parallel ranks cut the chunks of a step.
-        decode_rows=config.pp == config.data_ranks == 1,
         state_rows=rows,
         snapshots=Snapshots(rows.first_snapshot, rows.snapshots, size.block_size)
         if rows is not None and rows.snapshots

@@ -10,7 +10,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from atomc.runtime.admission import refuse_adapter, refuse_images, refuse_tokens
 from atomc.runtime.config import EngineConfig
@@ -315,13 +315,7 @@ class Engine:
         if step is not None:
             try:
                 launched = _StepInFlight(began, step, self.executor.launch(step))
-                mask = None
-                if masked := self._masked(step):
-                    if any(state.mask_depends_on_output for state in masked.values()):
-                        self._outputs += self._collect()
-                        masked = self._masked(step)  # requests may end in _collect
-                    mask = self.token_masks.mask(step, masked, self.scheduler.requests)
-                launched.running.sample(mask)
+                launched.running.sample(self._mask())
                 if self._prompt_budget is not None and self._runs_in_launch:
                     self._prompt_budget.measured(step, began, time.perf_counter())
             except BaseException:  # raised again, Ctrl-C too: the scheduler is as before the step
@@ -419,25 +413,28 @@ class Engine:
         state.proposer = state.proposer or NGramProposer(config.ngram_min, config.ngram_max)
         return tuple(state.proposer.propose(request.tokens, count))
 
-    def _masked(self, step: ScheduledStep) -> dict[str, RequestState]:
-        """States, by request id, of the requests that the step samples and that must not sample
-        some tokens.
+    def _mask(self) -> Tensor | None:
+        """The mask of the step scheduled last; None: all tokens are allowed. Finishes the step
+        before, if the mask depends on its tokens.
         """
         if not self._states:
-            return {}
-        states = [
-            (chunk.request_id, self._states.get(chunk.request_id))
-            for chunk in step.chunks
-            if chunk.num_samples
+            return None
+        sampled = [
+            (request, () if chunk is None else chunk.draft)
+            for request, chunk in self.scheduler.step_requests(-1)
+            if chunk is None or chunk.num_samples
         ]
-        return {name: state for name, state in states if state is not None and state.is_masked}
+        states = [self._states[request.id] for request, _ in sampled if request.id in self._states]
+        if any([state.mask_depends_on_output for state in states]):
+            self._outputs += self._collect()
+        return self.token_masks.mask(sampled, self._states)
 
     def _collect(self) -> list[Output]:
         """Finish the oldest step in flight, if there is one; returns its outputs."""
         if not self._in_flight:
             return []
         in_flight = self._in_flight[0]
-        requests = self.scheduler.first_requests
+        requests = self.scheduler.step_requests(0)
         began = time.perf_counter()
         results = in_flight.running.results()
         self._waited += time.perf_counter() - began
@@ -445,23 +442,18 @@ class Engine:
             # Without values nothing was waited for, which does not tell when the step ended.
             ended = time.perf_counter() if results.has_values else inf
             self._prompt_budget.measured(in_flight.step, in_flight.began, ended)
-        for number, error in results.errors.items():
-            if requests[number].finish_reason is None:
-                self.request_errors.failed.setdefault(requests[number].id, error)
+        for request, _ in requests if results.errors else ():
+            if request.id in results.errors and request.finish_reason is None:
+                self.request_errors.failed.setdefault(request.id, results.errors[request.id])
         failed = self._failed_outputs()
-        unfinished = {
+        of_chunks = [request for request, chunk in requests if chunk is not None]
+        unfinished = results.of_rows | {
             request.id: result
-            for request, result in zip(requests, results.chunks, strict=False)
+            for request, result in zip(of_chunks, results.chunks, strict=True)
             if request.finish_reason is None
         }
         outputs = self.scheduler.finish_step(
-            in_flight.step,
-            [
-                result.tokens
-                for result, chunk in zip(results.chunks, in_flight.step.chunks, strict=True)
-                if chunk.num_samples
-            ],
-            results.decoded,
+            in_flight.step, [result.tokens for result in results.chunks], results.decoded
         )
         self._in_flight.popleft()  # not before: what raises above leaves it to the next call
         for name, result in unfinished.items():
@@ -471,8 +463,10 @@ class Engine:
                 self._state(name).draft = result.draft
         return failed + [
             output
-            # Nothing is added to that of a row.
-            if output.request_id not in unfinished and output.finish_reason is None
+            # Nothing is added to the token of most decode rows.
+            if output.finish_reason is None
+            and output.request_id not in unfinished
+            and output.request_id not in self._states
             else self._completed(output, unfinished.get(output.request_id, NO_RESULT))
             for output in outputs
         ]

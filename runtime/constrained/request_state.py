@@ -26,12 +26,8 @@ class RequestState:
     scores: list[TokenLogprobs] = field(default_factory=list)
 
     @property
-    def is_masked(self) -> bool:
-        """Whether some tokens must not be sampled."""
-        return self.matcher is not None or self.allowed is not None
-
-    @property
     def mask_depends_on_output(self) -> bool:
+        """Whether the tokens that must not be sampled depend on those before."""
         return self.matcher is not None or (
             self.allowed is not None and self.allowed.depends_on_output
         )

@@ -19,10 +19,11 @@ from atomc.runtime.requests.request_errors import (
     is_recoverable,
 )
 from atomc.runtime.requests.sampling_params import Structured
-from atomc.runtime.scheduling.step import ScheduledStep
 from atomc.torch_compat.exceptions import is_failure
 
 log = logging.getLogger("atomc")
+# As in GrammarCompiler.fill.
+MaskedRows = tuple[GrammarMatcher, int, Sequence[int]]
 
 
 @dataclass(eq=False)
@@ -58,18 +59,9 @@ class StructuredMatchers:
                 f"structured output: the grammar cannot be compiled: {first_line(error)}"
             ) from error
 
-    def mask(self, step: ScheduledStep, matchers: Mapping[str, GrammarMatcher]) -> Tensor | None:
-        """The mask of allowed tokens, [num_samples, W] i32 (see full_mask); None: all.
-        matchers: by request id.
-        """
-        rows, row = {}, 0
-        for chunk in step.chunks:
-            if chunk.num_samples and (matcher := matchers.get(chunk.request_id)) is not None:
-                rows[chunk.request_id] = (matcher, row, chunk.draft)
-            row += chunk.num_samples
-        if not rows:
-            return None
-        mask = self.compiler().mask(step.num_samples)
+    def mask(self, num_rows: int, rows: Mapping[str, MaskedRows]) -> Tensor:
+        """The mask of allowed tokens, [num_rows, W] i32 (see full_mask). rows: by request id."""
+        mask = self.compiler().mask(num_rows)
         try:
             self.compiler().fill(mask, list(rows.values()))
         except BaseException as error:  # a panic in Rust is no Exception

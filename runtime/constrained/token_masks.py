@@ -1,6 +1,6 @@
 """The mask of the tokens that a step may sample: of grammars, allowed_token_ids and bad_words."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -11,11 +11,10 @@ from torch import Tensor
 from atomc.runtime.constrained.allowed_tokens import AllowedTokens, BadWord
 from atomc.runtime.constrained.grammar_compiler import full_mask
 from atomc.runtime.constrained.request_state import RequestState
-from atomc.runtime.constrained.structured_outputs import StructuredMatchers
+from atomc.runtime.constrained.structured_outputs import MaskedRows, StructuredMatchers
 from atomc.runtime.requests.request import Request
 from atomc.runtime.requests.request_errors import RequestErrors
 from atomc.runtime.requests.sampling_params import SamplingParams
-from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer
@@ -61,44 +60,43 @@ class TokenMasks:
 
     def mask(
         self,
-        step: ScheduledStep,
+        sampled: Sequence[tuple[Request, Sequence[int]]],
         states: Mapping[str, RequestState],
-        requests: Mapping[str, Request],
     ) -> Tensor | None:
-        """The mask of the step, [num_samples, W] i32 (see full_mask); None: all are allowed.
+        """The mask of a step, [num_samples, W] i32 (see full_mask); None: all are allowed.
 
-        states, requests   by id. Where a state's mask depends on the output, the request has all
-                           tokens before the step
+        sampled   the requests that the step samples, in order, and their drafts. Where a state's
+                  mask depends on the output, the request has all tokens before the step
+        states    by request id
         """
-        matchers = {
-            name: state.matcher for name, state in states.items() if state.matcher is not None
-        }
-        mask = self.structured_outputs.mask(step, matchers)
-        if all(state.allowed is None for state in states.values()):
-            return mask
-        if mask is None:
+        grammars: dict[str, MaskedRows] = {}
+        limited: list[tuple[Request, AllowedTokens, int, Sequence[int]]] = []
+        num_rows = 0
+        for request, draft in sampled:
+            state = states.get(request.id)
+            if state is not None and state.matcher is not None:
+                grammars[request.id] = state.matcher, num_rows, draft
+            if state is not None and state.allowed is not None:
+                limited.append((request, state.allowed, num_rows, draft))
+            num_rows += 1 + len(draft)
+        mask = self.structured_outputs.mask(num_rows, grammars) if grammars else None
+        if limited and mask is None:
             assert self.vocab_size is not None, "allowed_tokens refuses these requests"
-            mask = full_mask(step.num_samples, self.vocab_size)
-        bits, row = mask.numpy().view(np.uint32), 0
-        for chunk in step.chunks:
-            rows = bits[row : row + chunk.num_samples]
-            row += chunk.num_samples
-            state = states.get(chunk.request_id)
-            if chunk.num_samples and state is not None and state.allowed is not None:
-                self.request_errors.run(
-                    chunk.request_id,
-                    "excluding its tokens",
-                    _exclude,
-                    state.allowed,
-                    rows,
-                    chunk,
-                    requests[chunk.request_id],
-                )
+            mask = full_mask(num_rows, self.vocab_size)
+        for request, allowed, row, draft in limited:
+            assert mask is not None
+            bits = mask.numpy().view(np.uint32)[row : row + 1 + len(draft)]
+            self.request_errors.run(
+                request.id, "excluding its tokens", _exclude, allowed, bits, request, draft
+            )
         return mask
 
 
 def _exclude(
-    allowed: AllowedTokens, rows: "np.typing.NDArray[np.uint32]", chunk: Chunk, request: Request
+    allowed: AllowedTokens,
+    rows: "np.typing.NDArray[np.uint32]",
+    request: Request,
+    draft: Sequence[int],
 ) -> None:
     start = max(len(request.tokens) - allowed.num_context, request.num_prompt)
-    allowed.exclude(rows, request.tokens[start:], chunk.draft)
+    allowed.exclude(rows, request.tokens[start:], draft)

@@ -10,6 +10,7 @@ from torch import distributed
 
 from atomc.ops.state import StateSpec, groups_of
 from atomc.runtime.execution.capacity import Capacity
+from atomc.runtime.scheduling.blocks import NewBlocks
 from atomc.runtime.scheduling.step import ScheduledStep
 
 UNLIMITED = 2**62  # blocks of a group without layers in a stage
@@ -55,11 +56,14 @@ class BlockGroups:
         """The step with the blocks of the groups of this stage."""
         if self.own == tuple(range(len(self.windows))):
             return step
+
+        def own(blocks: Sequence[NewBlocks]) -> tuple[NewBlocks, ...]:
+            return tuple([blocks[i] for i in self.own])
+
+        rows = tuple([(slot, own(blocks)) for slot, blocks in step.decoding.blocks])
         return step._replace(
-            chunks=tuple(
-                chunk._replace(blocks=tuple(chunk.blocks[i] for i in self.own))
-                for chunk in step.chunks
-            )
+            chunks=tuple([chunk._replace(blocks=own(chunk.blocks)) for chunk in step.chunks]),
+            decoding=step.decoding._replace(blocks=rows),
         )
 
 

@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one chunk.
+    """Result of one chunk, or what a decode row gives besides its token.
 
     tokens      sampled tokens, with logprobs if requested
     scores      log-probabilities of the chunk's prompt tokens
@@ -67,12 +67,14 @@ class StepResults:
 
     chunks    one for each chunk
     decoded   the token of each decode row
-    errors    why requests failed, by the number of their chunk, or of their decode row after those
+    of_rows   what else decode rows give, by request id
+    errors    why requests failed, by request id
     """
 
     chunks: list[Result] = field(default_factory=list)
     decoded: list[int] = field(default_factory=list)
-    errors: dict[int, RequestError] = field(default_factory=dict)
+    of_rows: dict[str, Result] = field(default_factory=dict)
+    errors: dict[str, RequestError] = field(default_factory=dict)
 
     @property
     def has_values(self) -> bool:
@@ -81,11 +83,11 @@ class StepResults:
         return bool(self.decoded) or any(values)
 
     def add(self, other: "StepResults") -> None:
-        """Add the results of another part of the step, which has no decode rows before."""
-        first = len(self.chunks)
-        self.errors |= {first + number: error for number, error in other.errors.items()}
+        """Add the results of another part of the step."""
         self.chunks += other.chunks
         self.decoded += other.decoded
+        self.of_rows |= other.of_rows
+        self.errors |= other.errors
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ tables.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -159,10 +160,10 @@ class InputBatch:
             self._write_image_masks(chunks, to, rows, bounds)
         if self.lora is not None:
             _fill(to["lora_rows"], np.repeat(self.lora.adapters(slots), counts), rows, -1)
-        _fill(to["tokens"], self._known_tokens(chunks), rows, 0)
+        known = [*chain.from_iterable([chunk.tokens for chunk in chunks])]
+        _fill(to["tokens"], _i64(known), rows, 0)
         to["sources"][:rows] = np.arange(rows)
-        placeholder = np.array([chunk.has_placeholder for chunk in chunks] + ones, bool)
-        to["sources"][bounds[1:][placeholder] - 1] = self.rows + slots[placeholder]
+        to["sources"][len(known) : T] = self.rows + slots[len(chunks) :]
         num_samples = _i64([chunk.num_samples for chunk in chunks] + ones)
         to["sample_slots"][: num_samples.sum()] = np.repeat(slots, num_samples)
 
@@ -352,15 +353,6 @@ class InputBatch:
             padding = self.slots * self.columns
             _fill(to[f"new_places_{g}"], where, self.num_updates, padding)
             _fill(to[f"new_blocks_{g}"], what, self.num_updates, 0)
-
-    def _known_tokens(self, chunks: Sequence[Chunk]) -> Array:
-        """The tokens of the chunks' rows; 0 for placeholders."""
-        tokens: list[int] = []
-        for chunk in chunks:
-            tokens.extend(chunk.tokens)
-            if chunk.has_placeholder:
-                tokens.append(0)
-        return _i64(tokens)
 
     def _output_rows(self, counts: Sequence[int], bounds: Array) -> Array:
         if max(counts, default=0) <= 1:

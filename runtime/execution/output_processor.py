@@ -11,6 +11,7 @@ from torch import Tensor
 from atomc.parallel.vocab import LogitsOfRank
 from atomc.runtime.execution.executor import Result, StepResults
 from atomc.runtime.execution.slots import SlotState, sample_specs
+from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.requests.request_errors import RequestError, RequestFailed, is_recoverable
 from atomc.runtime.requests.sample_spec import SampleSpec
 from atomc.runtime.sampling.copy_to_host import HostCopier, HostCopy
@@ -39,7 +40,7 @@ class StepOutputs:
     def results(self) -> StepResults:
         """Those of the step; waits for the device."""
         arrived = self._wait()
-        results, row = [], 0
+        results, row = StepResults(), 0
         drafts = iter(arrived.drafts)
         for i, (chunk, state) in enumerate(zip(self.step.chunks, self.states, strict=False)):
             result = None
@@ -48,15 +49,21 @@ class StepOutputs:
             if chunk.num_samples and arrived.drafts:
                 draft = tuple(next(drafts))
                 result = result and replace(result, draft=draft)
-            results.append(result or Result())
+            results.chunks.append(result or Result())
             row += chunk.num_samples
-        if not arrived.is_finite:
-            rows = self.states[len(results) :], self.step.decoding.starts, arrived.max_logits[row:]
-            for state, start, max_logit in zip(*rows, strict=True):
-                specs = state.specs(1, start + 1)
-                state.run("reading its results", _check_max_logits, specs, [max_logit])
-        errors = {i: state.error for i, state in enumerate(self.states) if state.error is not None}
-        return StepResults(results, arrived.tokens[row:], errors)
+        results.decoded = arrived.tokens[row:]
+        if arrived.logprobs or not arrived.is_finite:
+            states = self.states[len(results.chunks) :]
+            for state, start in zip(states, self.step.decoding.starts, strict=True):
+                logprobs = state.run(
+                    "reading its results", arrived.checked_logprobs, state, row, 1, start + 1
+                )
+                results.of_rows |= {state.request_id: Result(logprobs=logprobs)} if logprobs else {}
+                row += 1
+        results.errors = {
+            state.request_id: state.error for state in self.states if state.error is not None
+        }
+        return results
 
     def _wait(self) -> "_HostResults":
         arrived = iter(self.sent.wait() if self.sent is not None else ())
@@ -97,11 +104,7 @@ class _HostResults:
         tokens: Sequence[int] = self.tokens[row:end]
         if len(tokens) > 1:
             tokens = accepted(chunk.draft[: chunk.most_accepted], tokens)
-        if not self.is_finite:
-            specs = state.specs(chunk.num_samples, chunk.end, chunk.draft)
-            _check_max_logits(specs[: len(tokens)], self.max_logits[row : row + len(tokens)])
-        rows = range(row, end) if self.logprobs else ()
-        logprobs = tuple([self.logprobs[i].read() for i in rows if i in self.logprobs])
+        logprobs = self.checked_logprobs(state, row, len(tokens), chunk.end, chunk.draft)
         scores = [score.read() for score in self.scores.get(number, ())]
         if any(isnan(score.logprob) for score in scores):
             raise RequestFailed(
@@ -117,14 +120,22 @@ class _HostResults:
                     "the model produced hidden states that are NaN or infinite: nothing to pool"
                 )
             )
-        return Result(tokens, logprobs or None, scores, None if pooled is None else tuple(pooled))
+        return Result(tokens, logprobs, scores, None if pooled is None else tuple(pooled))
 
+    def checked_logprobs(
+        self, state: SlotState, row: int, count: int, end: int, draft: tuple[int, ...] = ()
+    ) -> tuple[TokenLogprobs, ...] | None:
+        """Log-probabilities of the `count` tokens from sampled row `row` on, if requested. Raises
+        RequestFailed if one cannot be sampled because of its largest logit.
 
-def _check_max_logits(specs: Sequence[SampleSpec], max_logits: Sequence[float]) -> None:
-    """Raise RequestFailed if a row cannot be sampled because of its largest logit."""
-    for spec, max_logit in zip(specs, max_logits, strict=True):
-        if not isfinite(max_logit):
-            raise RequestFailed(_sampling_error(spec, max_logit))
+        end, draft   as in SlotState.specs
+        """
+        rows = range(row, row + count)
+        specs = [] if self.is_finite else state.specs(count, end, draft)
+        for i, spec in zip(rows, specs, strict=False):
+            if not isfinite(self.max_logits[i]):
+                raise RequestFailed(_sampling_error(spec, self.max_logits[i]))
+        return tuple([self.logprobs[i].read() for i in rows if i in self.logprobs]) or None
 
 
 def _sampling_error(spec: SampleSpec, max_logit: float) -> RequestError:

@@ -4,13 +4,13 @@ micro-batches: while a stage computes one, the stage before it computes the next
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, distributed
 
 from atomc.parallel.process_group import PipelineStage
-from atomc.runtime.scheduling.step import Chunk, ScheduledStep
+from atomc.runtime.scheduling.step import Chunk, DecodeRows, ScheduledStep
 
 ALL_LAYERS = PipelineStage(0, (0,))
 # With m micro-batches, p stages are idle for (p - 1) / (m + p - 1) of a step.
@@ -103,24 +103,20 @@ def micro_batches(step: ScheduledStep, most: int, least_rows: int) -> list[Sched
     if count <= 1:
         return [step]
     size = -(-step.num_tokens // count)
-    parts: list[list[Chunk]] = [[]]
-    room = size
+    return [_part(step, first, first + size) for first in range(0, step.num_tokens, size)]
+
+
+def _part(step: ScheduledStep, first: int, end: int) -> ScheduledStep:
+    """The rows first to end - 1 of a step. The first part brings the blocks of all decode rows."""
+    pieces, row = [], 0
     for chunk in step.chunks:
-        for piece in _pieces(chunk, room, size):
-            if not room:
-                parts.append([])
-                room = size
-            parts[-1].append(piece)
-            room -= piece.num_tokens
-    return [step._replace(chunks=tuple(chunks)) for chunks in parts]
-
-
-def _pieces(chunk: Chunk, room: int, size: int) -> Iterator[Chunk]:
-    """A chunk in pieces of `size` tokens; `room` tokens are left for the first one, if any."""
-    start, stop = 0, min(room or size, chunk.num_tokens)
-    while start < stop:
-        yield _piece(chunk, start, stop)
-        start, stop = stop, min(stop + size, chunk.num_tokens)
+        start, stop = max(first - row, 0), min(end - row, chunk.num_tokens)
+        pieces += [_piece(chunk, start, stop)] if start < stop else []
+        row += chunk.num_tokens
+    rows = slice(max(first - row, 0), max(end - row, 0))
+    slots, starts, blocks = step.decoding
+    decoding = DecodeRows(slots[rows], starts[rows], () if first else blocks)
+    return step._replace(chunks=tuple(pieces), decoding=decoding)
 
 
 def _piece(chunk: Chunk, start: int, stop: int) -> Chunk:
@@ -131,7 +127,6 @@ def _piece(chunk: Chunk, start: int, stop: int) -> Chunk:
         tokens=chunk.tokens[start:stop],
         start=chunk.start + start,
         blocks=chunk.blocks if start == 0 else tuple((0, ()) for _ in chunk.blocks),
-        has_placeholder=chunk.has_placeholder and is_last,
         num_output_rows=max(0, stop - first_output),
         num_samples=chunk.num_samples if is_last else 0,
     )

@@ -215,7 +215,7 @@ class Runner:
             if not stage.is_last:
                 pipeline.send(result[: part.num_tokens])
             results.append(result.clone() if part is not parts[-1] else result)
-        self._states.copy(step.copies_after)
+        self._states.copy(step.snapshots)
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _logits(self, step: ScheduledStep, num_rows: int) -> Tensor:

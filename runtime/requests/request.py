@@ -119,7 +119,6 @@ class Request:
     moving_snapshot   key of the snapshot between these points, which the next one replaces
     admission_sent     a step has sent the worker the request's parameters for this slot
     max_length    number of tokens at which it ends; the scheduler lowers it to its own limit
-    is_plain      whether its new tokens depend on logits and random numbers alone
     last_ids      tokens at which it ends
     number        position in the order of arrival, set by the scheduler
     num_admissions  how often the request was admitted, set by the scheduler
@@ -163,7 +162,6 @@ class Request:
     stop_reason: int | None = None
     num_prompt: int = field(init=False)
     max_length: int = field(init=False)
-    is_plain: bool = field(init=False)
     last_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,7 +173,6 @@ class Request:
         self.num_prompt = len(self.tokens)
         max_tokens = self.params.max_tokens
         self.max_length = NO_LIMIT if max_tokens is None else self.num_prompt + max_tokens
-        self.is_plain = self.params.is_plain and self.pooling is None
         # Structured output always ends at an end-of-sequence token: no token may follow.
         ignores_eos = self.params.ignore_eos and self.params.structured is None
         self._eos_ids = frozenset() if ignores_eos else self.eos_ids

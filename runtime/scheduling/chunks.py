@@ -1,5 +1,5 @@
 """The chunks of requests: the next tokens of a request as a value, and what its result changes; and
-the step that chunks make up, until it is finished.
+the step that chunks and decode rows make up, until it is finished.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,14 @@ from atomc.runtime.scheduling.prefix_sharing import PrefixSharing
 from atomc.runtime.scheduling.speculative import ForcedAcceptance
 from atomc.runtime.scheduling.state_rows import StateRows
 from atomc.runtime.scheduling.stats import Counters
-from atomc.runtime.scheduling.step import Admission, Chunk, DecodeRows, ImageRows, ScheduledStep
+from atomc.runtime.scheduling.step import (
+    Admission,
+    Chunk,
+    Copy,
+    DecodeRows,
+    ImageRows,
+    ScheduledStep,
+)
 
 SEED_BITS = 2**64 - 1
 # A stream with at most this many tokens to compute (its last one, and drafts) is no prompt.
@@ -38,8 +45,8 @@ class Chunks:
         assert request.slot is not None
         start, end = request.computed, request.computed + count
         num_known = len(request.tokens)
-        tokens = request.tokens[start:end] if start < num_known else []
-        last = end == request.length + len(request.draft)
+        tokens = request.tokens[start:end]
+        last = end == num_known + len(request.draft)
         num_output_rows = num_samples = (
             1 + len(request.draft) if last and not request.pooling else 0
         )
@@ -58,7 +65,6 @@ class Chunks:
             (*tokens, *request.draft) if last else tuple(tokens),
             start,
             self.pool.take_new_blocks(request.id),
-            request.num_in_flight > 0 and end > num_known,
             num_samples,
             num_output_rows,
             tuple(scored),
@@ -68,7 +74,6 @@ class Chunks:
             _image_rows(request, start, end),
             request.state_from,
             self._row_before_draft(request) if sampling_draft else None,
-            None if sampling_draft else self.prefixes.take_snapshot(request, end),
         )
         request.state_from = None
         request.admission_sent = True
@@ -76,17 +81,14 @@ class Chunks:
         request.num_in_flight += num_samples > 0
         return chunk
 
-    def undo(self, request: Request, chunk: Chunk) -> None:
-        """Go back to before a chunk that did not run. Not for state that cannot roll back, unless
-        the chunk is the first.
+    def undo(self, request: Request, start: int, chunk: Chunk | None) -> None:
+        """Go back to before a chunk that did not run, or a decode row. Not for state that cannot
+        roll back, unless the chunk is the first.
         """
-        request.admission_sent = chunk.admission is None
-        request.last_snapshot = min(request.last_snapshot, chunk.start)
-        request.scored -= len(chunk.scored)
-        self.undo_row(request, chunk.start)
-
-    def undo_row(self, request: Request, start: int) -> None:
-        """Go back to before a decode row that did not run."""
+        if chunk is not None:
+            request.admission_sent = chunk.admission is None
+            request.scored -= len(chunk.scored)
+        request.last_snapshot = min(request.last_snapshot, start)
         request.computed = start
         self.pool.resend_blocks(request.id)
 
@@ -203,25 +205,27 @@ def _image_rows(request: Request, start: int, end: int) -> tuple[ImageRows, ...]
     return tuple(rows)
 
 
+# A request, its num_admissions, the position of the first token, and the chunk; None: a decode row.
+Entry = tuple[Request, int, int, Chunk | None]
+
+
 @dataclass
 class StepInFlight:
     """A step: first under construction, then scheduled and not finished.
 
     budget      tokens that may still be added
     prompts     of these, tokens of prompts
-    of_chunks   for each chunk its request, the num_admissions of that, and the number of decode
-                rows that were added before
-    decoding    for each decode row its request and num_admissions
+    entries     what is computed, in the order in which it was scheduled
     blocks      as in DecodeRows
+    snapshots   each copy of a request's state after so many tokens, with its num_admissions
     """
 
     pooled: bool
     budget: int
     prompts: int
-    chunks: list[Chunk] = field(default_factory=list)
-    of_chunks: list[tuple[Request, int, int]] = field(default_factory=list)
-    decoding: list[tuple[Request, int]] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     blocks: list[tuple[int, tuple[NewBlocks, ...]]] = field(default_factory=list)
+    snapshots: list[tuple[Copy, Request, int, int]] = field(default_factory=list)
     step: ScheduledStep = field(default_factory=lambda: ScheduledStep(()))
 
     def accepts(self, request: Request) -> bool:
@@ -229,27 +233,37 @@ class StepInFlight:
         return (request.pooling is not None) == self.pooled
 
     def add(self, request: Request, chunk: Chunk) -> None:
-        self.chunks.append(chunk)
-        self.of_chunks.append((request, request.num_admissions, len(self.decoding)))
+        self.entries.append((request, request.num_admissions, chunk.start, chunk))
         self.budget -= chunk.num_tokens
         self.prompts -= chunk.num_prompt_tokens
 
     def most_tokens(self, request: Request) -> int:
         """How many tokens of the request may be added."""
-        if request.num_new and request.pending <= MOST_OF_STREAM:
+        if request.pending <= (MOST_OF_STREAM if request.num_new else 1):
             return self.budget
         return max(min(self.budget, self.prompts), 0)
 
     @property
-    def decode_rows(self) -> DecodeRows:
-        slots = [request.slot for request, _ in self.decoding if request.slot is not None]
-        starts = [request.computed - 1 for request, _ in self.decoding]
-        return DecodeRows(tuple(slots), tuple(starts), tuple(self.blocks))
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple([chunk for *_, chunk in self.entries if chunk is not None])
+
+    @property
+    def decoding(self) -> DecodeRows:
+        rows = [(request.slot, start) for request, _, start, chunk in self.entries if chunk is None]
+        slots = tuple([slot for slot, _ in rows if slot is not None])
+        return DecodeRows(slots, tuple([start for _, start in rows]), tuple(self.blocks))
+
+    @property
+    def requests(self) -> list[tuple[Request, Chunk | None]]:
+        """The request of each chunk, then of each decode row."""
+        pairs = [(request, chunk) for request, *_, chunk in self.entries]
+        rows = [pair for pair in pairs if pair[1] is None]
+        return [pair for pair in pairs if pair[1] is not None] + rows
 
     @property
     def num_sampling(self) -> int:
         """How many requests that have not ended the step samples tokens of."""
-        requests = [request for request, _ in self.decoding]
-        for chunk, (request, *_) in zip(self.chunks, self.of_chunks, strict=True):
-            requests += [request] * (chunk.num_samples > 0)
-        return sum(request.finish_reason is None for request in requests)
+        sampling = [
+            request for request, *_, chunk in self.entries if chunk is None or chunk.num_samples
+        ]
+        return sum(request.finish_reason is None for request in sampling)

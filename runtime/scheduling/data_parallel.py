@@ -7,22 +7,21 @@ travel to the ranks of their experts: a rank without work takes part with paddin
 from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from itertools import chain
+from itertools import islice
 
 from atomc.runtime.requests.request import FinishReason, Output, Request
 from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.scheduler import QueueFull, Scheduler
 from atomc.runtime.scheduling.stats import Counters
-from atomc.runtime.scheduling.step import RankPart, ScheduledStep
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
-Parts = list[ScheduledStep | None]
+IDLE = ScheduledStep(())
 
 
 class DataParallelScheduler:
     """Has the methods of a Scheduler that the engine calls. A request goes to the rank with the
     fewest, of several the first; the choices of one prompt go to one rank, whose blocks they share.
 
-    ranks      schedule chunks only, without decode rows
     max_queue  requests that wait, of all ranks
     """
 
@@ -30,7 +29,7 @@ class DataParallelScheduler:
         self.ranks, self.max_queue = ranks, max_queue
         self.max_len = min(rank.max_len for rank in ranks)
         self.state_rows = ranks[0].state_rows
-        self._in_flight: deque[tuple[ScheduledStep, Parts]] = deque()
+        self._in_flight: deque[ScheduledStep] = deque()
         self._last = "", ranks[0]  # prompt and rank of the last request
 
     @property
@@ -70,15 +69,15 @@ class DataParallelScheduler:
     def num_steps_in_flight(self) -> int:
         return len(self._in_flight)
 
-    @property
-    def first_requests(self) -> Sequence[Request]:
-        _, parts = self._in_flight[0]
-        return [
-            request
-            for rank, part in zip(self.ranks, parts, strict=True)
-            if part is not None
-            for request in rank.first_requests
-        ]
+    def step_requests(self, index: int) -> Sequence[tuple[Request, Chunk | None]]:
+        """As in Scheduler, of one rank after the other."""
+        parts = self._parts(self._in_flight[index])
+        return [each for rank, _ in parts for each in rank.step_requests(index)]
+
+    def _parts(self, step: ScheduledStep) -> list[tuple[Scheduler, ScheduledStep]]:
+        """The ranks that have a part of the step, and their parts."""
+        parts = zip(self.ranks, step.parts, strict=True)
+        return [(rank, part) for rank, part in parts if part is not IDLE]
 
     def forget_counts(self) -> None:
         for rank in self.ranks:
@@ -112,41 +111,33 @@ class DataParallelScheduler:
 
     def next_step(self, prompt_limit: int | None = None) -> ScheduledStep | None:
         """The next steps of all ranks as one; None if no rank has any. prompt_limit: of each."""
-        parts: Parts = [rank.next_step(prompt_limit) for rank in self.ranks]
-        if not any(parts):
-            return None
         step = ScheduledStep(
-            tuple(chain.from_iterable(part.chunks for part in parts if part is not None)),
-            parts=tuple(
-                RankPart(0)
-                if part is None
-                else RankPart(len(part.chunks), part.pooled, part.released)
-                for part in parts
-            ),
+            (), parts=tuple([rank.next_step(prompt_limit) or IDLE for rank in self.ranks])
         )
-        self._in_flight.append((step, parts))
+        if not self._parts(step):
+            return None
+        self._in_flight.append(step)
         return step
 
     def finish_step(
         self, step: ScheduledStep, tokens: Sequence[Sequence[int]], decoded: Sequence[int] = ()
     ) -> list[Output]:
-        assert not decoded, "data-parallel ranks have no decode rows"
-        first, parts = self._in_flight.popleft()
+        first = self._in_flight.popleft()
         assert first is step, "steps finish in the order in which they were scheduled"
-        outputs, start = [], 0
-        for rank, part in zip(self.ranks, parts, strict=True):
-            if part is not None:
-                end = start + sum(chunk.num_samples > 0 for chunk in part.chunks)
-                outputs += rank.finish_step(part, tokens[start:end])
-                start = end
+        outputs, of_chunks, of_rows = [], iter(tokens), iter(decoded)
+        for rank, part in self._parts(step):
+            outputs += rank.finish_step(
+                part,
+                list(islice(of_chunks, len(part.chunks))),
+                list(islice(of_rows, part.num_decoding)),
+            )
         return outputs
 
     def undo_step(self, step: ScheduledStep) -> None:
-        last, parts = self._in_flight.pop()
+        last = self._in_flight.pop()
         assert last is step, "only the last step can be undone"
-        for rank, part in zip(self.ranks, parts, strict=True):
-            if part is not None:
-                rank.undo_step(part)
+        for rank, part in self._parts(step):
+            rank.undo_step(part)
 
     def check(self) -> None:
         for rank in self.ranks:

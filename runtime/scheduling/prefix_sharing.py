@@ -68,10 +68,6 @@ class PrefixSharing:
         for key in request.keys[request.num_cached_blocks :]:
             self._forget(key, request)
 
-    def take_snapshot(self, request: Request, end: int) -> int | None:
-        """The row for a snapshot of the state after `end` tokens, if one is due."""
-        return None if self.snapshots is None else self.snapshots.take(request, end)
-
     def cache_full_blocks(self, request: Request, computed: int) -> None:
         """Add full blocks of computed tokens to the prefix cache."""
         full = min(computed, len(request.tokens)) // self.pool.block_size

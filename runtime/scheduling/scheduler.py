@@ -2,13 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from atomc.runtime.requests.request import FinishReason, Output, Request
 from atomc.runtime.requests.request_errors import RequestErrors
 from atomc.runtime.scheduling.blocks import BlockPool
-from atomc.runtime.scheduling.chunks import Chunks, StepInFlight
+from atomc.runtime.scheduling.chunks import Chunks, Entry, StepInFlight
 from atomc.runtime.scheduling.image_cache import ImageCache, computed_in_part
 from atomc.runtime.scheduling.image_limits import ImageLimits
 from atomc.runtime.scheduling.pixel_store import PixelStore
@@ -51,7 +50,6 @@ class Scheduler:
     Errors of a single request go to `request_errors`; the request may still be in steps until it is
     aborted.
 
-    decode_rows     requests that only decode are DecodeRows of a step; False: chunks, as all others
     state_rows      as in Limits; without snapshots of it, no prefix is shared
     lookahead       blocks are reserved for this many tokens after those of a step, because a draft
                     model writes there
@@ -71,7 +69,6 @@ class Scheduler:
         max_queue: int = 1024,
         policy: str = "fcfs",
         request_errors: RequestErrors | None = None,
-        decode_rows: bool = True,
         state_rows: StateRows | None = None,
         snapshots: Snapshots | None = None,
         lookahead: int = 0,
@@ -91,8 +88,6 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queue = max_queue
         self.state_rows, self.snapshots, self.lookahead = state_rows, snapshots, lookahead
-        # A row takes no snapshots.
-        self._decode_rows = decode_rows and snapshots is None
         # Maximum sequence length: such a request must fit if it has the whole pool.
         self.max_len = min(max_model_len, pool.longest(2 * max_num_batched_tokens))
         self.queues = RequestQueues(max_num_seqs, by_priority=policy == "priority")
@@ -138,11 +133,11 @@ class Scheduler:
         """Number of scheduled steps that are not finished."""
         return len(self._in_flight)
 
-    @property
-    def first_requests(self) -> Sequence[Request]:
-        """The requests of the next step to finish, one per chunk, then one per decode row."""
-        first = self._in_flight[0]
-        return [request for request, *_ in first.of_chunks + first.decoding]
+    def step_requests(self, index: int) -> Sequence[tuple[Request, Chunk | None]]:
+        """The requests of a step in flight, with their chunks, in the order of their rows; None:
+        a decode row. index: 0 for the next step to finish, -1 for the last one scheduled.
+        """
+        return self._in_flight[index].requests
 
     def forget_counts(self) -> None:
         """Reset the counters and the caches. There must be no requests."""
@@ -222,43 +217,26 @@ class Scheduler:
     ) -> list[Output]:
         """Append the sampled tokens and return an Output for each request with new ones.
 
-        tokens    for each chunk that samples: the accepted tokens of its draft and one more
+        tokens    for each chunk: the accepted tokens of its draft and one more; () if it does not
+                  sample
         decoded   the token of each decode row
 
         Requests that were aborted or finished while the step ran are skipped.
         """
         in_flight = self._in_flight.popleft()
         assert in_flight.step is step, "steps finish in the order in which they were scheduled"
-        sampled = iter(tokens)
-        outputs: list[Output] = []
-        rows = zip(in_flight.decoding, step.decoding.starts, decoded, strict=True)
-        num_rows = 0  # that are finished
-        for chunk, (request, admission, before) in zip(
-            step.chunks, in_flight.of_chunks, strict=True
-        ):
-            outputs += self._finish_rows(islice(rows, before - num_rows))
-            num_rows = before
-            new = next(sampled) if chunk.num_samples else ()
-            if request.finish_reason is None:
-                output = self.request_errors.run(
-                    request.id,
-                    "appending its new tokens",
-                    self._finish,
-                    request,
-                    chunk,
-                    admission,
-                    new,
-                )
-                outputs += [output] if output is not None else []
-            if chunk.snapshot is not None and self.snapshots is not None:
-                failed = request.id in self.request_errors.failed
-                self.counters.snapshots += self.snapshots.finish(
-                    chunk.snapshot, None if failed else request, chunk.end, admission
-                )
-        assert next(sampled, None) is None, (
-            f"{len(tokens)} token lists, but fewer chunks that sample"
+        assert (len(tokens), len(decoded)) == (len(step.chunks), step.num_decoding), (
+            f"{len(tokens)} token lists and {len(decoded)} tokens, expected "
+            f"{len(step.chunks)} and {step.num_decoding}"
         )
-        return outputs + self._finish_rows(rows)
+        outputs = self._finish_entries(in_flight.entries, iter(tokens), decoded)
+        for (_, row), request, end, admission in in_flight.snapshots:
+            assert self.snapshots is not None
+            failed = request.id in self.request_errors.failed
+            self.counters.snapshots += self.snapshots.finish(
+                row, None if failed else request, end, admission
+            )
+        return outputs
 
     def undo_step(self, step: ScheduledStep) -> None:
         """Revert the last scheduled step, which failed before or while it ran."""
@@ -266,21 +244,14 @@ class Scheduler:
         assert in_flight.step is step, "only the last step can be undone"
         self.queues.undo_take(step.released)
         self.images.undo(step.images, step.dropped)
-        for (request, admission), start in zip(
-            in_flight.decoding, step.decoding.starts, strict=True
-        ):
-            request.num_in_flight -= 1
+        for (_, row), *_ in in_flight.snapshots:
+            assert self.snapshots is not None
+            self.snapshots.drop(row)
+        for request, admission, start, chunk in in_flight.entries:
+            request.num_in_flight -= chunk is None or chunk.num_samples > 0
             if request.runs_since(admission):
-                self.chunks.undo_row(request, start)
-                if self.state_rows is not None:
-                    self._preempt(request)
-        for chunk, (request, admission, _) in zip(step.chunks, in_flight.of_chunks, strict=True):
-            request.num_in_flight -= bool(chunk.num_samples)
-            if chunk.snapshot is not None and self.snapshots is not None:
-                self.snapshots.drop(chunk.snapshot)
-            if request.runs_since(admission):
-                self.chunks.undo(request, chunk)
-                if chunk.start and self.state_rows is not None:
+                self.chunks.undo(request, start, chunk)
+                if start and self.state_rows is not None:
                     self._preempt(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
@@ -301,8 +272,8 @@ class Scheduler:
         self.images.check()
         self.prefixes.check()
         if self.snapshots is not None:
-            chunks = [chunk for in_flight in self._in_flight for chunk in in_flight.step.chunks]
-            self.snapshots.check({x.snapshot for x in chunks if x.snapshot is not None})
+            copies = [copy for in_flight in self._in_flight for copy in in_flight.step.snapshots]
+            self.snapshots.check({row for _, row in copies})
         self.queues.check()
         assert self.pool.owners == {request.id for request in self.running}, (
             "running requests and block owners differ"
@@ -323,39 +294,43 @@ class Scheduler:
         self._schedule_running(builder)
         if preempted == self.counters.preemptions:
             self._schedule_waiting(builder)
-        if not builder.chunks and not builder.decoding:
+        if not builder.entries:
             return None
         images, dropped = self.images.end()
         self.counters.images_encoded += len(images)
         builder.step = ScheduledStep(
-            tuple(builder.chunks),
+            builder.chunks,
             pooled,
             self.queues.take_released(),
             images,
             dropped,
-            decoding=builder.decode_rows,
+            decoding=builder.decoding,
+            snapshots=tuple([copy for copy, *_ in builder.snapshots]),
         )
         return builder
 
     def _schedule_running(self, builder: StepInFlight) -> None:
         """Add decode rows and chunks of running requests, in order."""
-        rows = self._decode_rows and not builder.pooled
+        block_size = self.pool.block_size
         for request in list(self.running):
             if not builder.budget or request.slot is None:  # preempted, and so are all after it
                 return
-            # Only the token in flight is to be computed, and one may follow it.
-            if (
-                rows
-                and request.num_in_flight == 1
-                and request.is_plain
-                and not request.draft
-                and request.computed < request.max_length - 1
-            ):
-                if request.computed % self.pool.block_size or self._reserve_row(builder, request):
-                    request.computed += 1
-                    request.num_in_flight = 2
-                    builder.decoding.append((request, request.num_admissions))
+            if request.num_in_flight:
+                # One token is to be computed, unless it is the last one or a draft is verified.
+                if (
+                    not builder.pooled
+                    and not request.draft
+                    and request.computed < request.max_length - 1
+                    and (request.computed % block_size or self._reserve_row(builder, request))
+                ):
+                    builder.entries.append(
+                        (request, request.num_admissions, request.computed, None)
+                    )
                     builder.budget -= 1
+                    request.computed += 1
+                    request.num_in_flight += 1
+                    if self.snapshots is not None and not request.computed % block_size:
+                        self._take_snapshot(builder, request)
                 continue
             if not builder.accepts(request):
                 continue
@@ -367,7 +342,7 @@ class Scheduler:
         """Reserve the block that begins with the next token. False if the request was preempted, or
         has failed.
         """
-        if not self._reserve(request, self._ahead(request.computed + 1)):
+        if not self._reserve(request, request.computed + 1):
             return False
         blocks = self.request_errors.run(
             request.id, "scheduling it", self.pool.take_new_blocks, request.id
@@ -409,21 +384,26 @@ class Scheduler:
         )
         if chunk is not None:
             builder.add(request, chunk)
+            if self.snapshots is not None and chunk.num_samples <= 1:
+                self._take_snapshot(builder, request)
+
+    def _take_snapshot(self, builder: StepInFlight, request: Request) -> None:
+        """Copy the state after all that the request has computed, if that is due."""
+        assert self.snapshots is not None
+        row = self.request_errors.run(
+            request.id, "scheduling it", self.snapshots.take, request, request.computed
+        )
+        if row is not None and request.slot is not None:
+            copy = request.slot, row
+            builder.snapshots.append((copy, request, request.computed, request.num_admissions))
 
     def _num_new_tokens(self, request: Request, budget: int) -> int:
-        """Number of tokens of the request to schedule; 0 while a draft of it is verified, and if
-        the next one belongs to an image that this step cannot encode. May shorten the draft.
+        """Number of tokens of the request to schedule; 0 if the next one belongs to an image that
+        this step cannot encode. May shorten the draft.
         """
-        if request.num_in_flight and request.draft:
-            return 0
         due = self.snapshots is not None and self.snapshots.due(request, request.length)
         if request.draft and due:
             request.draft = ()  # the state after it would be that of rejected tokens, too
-        if request.pending + len(request.draft) == 1:
-            # Decode. Nothing to compute if the token in flight is the last one.
-            if request.num_in_flight and not request.room:
-                return 0
-            return self._take_images(request, 1)
         count = min(request.pending + len(request.draft), budget)
         if request.scores_prompt and request.scored < request.num_prompt - 1:
             count = min(count, MOST_SCORED_ROWS)
@@ -540,20 +520,23 @@ class Scheduler:
         self.pool.release(request.id)
         self.prefixes.stop(request)
 
-    def _finish(
-        self, request: Request, chunk: Chunk, admission: int, new: Sequence[int]
-    ) -> Output | None:
-        output = self.chunks.finish(request, chunk, admission, new)
-        if request.finish_reason is not None:
-            self._remove(request)
-        return output
-
-    def _finish_rows(self, rows: Iterable[tuple[tuple[Request, int], int, int]]) -> list[Output]:
-        """As `_finish`, for decode rows: requests with num_admissions, positions and new tokens.
-        Short, because it runs for every token.
+    def _finish_entries(
+        self,
+        entries: Iterable[Entry],
+        of_chunks: Iterator[Sequence[int]],
+        of_rows: Sequence[int],
+    ) -> list[Output]:
+        """Outputs of what a step has computed, with the tokens of its chunks and of its decode
+        rows. Few calls for a row, because there is one for every token.
         """
         outputs, block_size, borders = [], self.pool.block_size, self.pool.borders
-        for (request, admission), start, token in rows:
+        num_rows = 0
+        for request, admission, start, chunk in entries:
+            if chunk is not None:
+                outputs += self._finish_chunk(request, chunk, admission, next(of_chunks))
+                continue
+            token = of_rows[num_rows]
+            num_rows += 1
             if request.finish_reason is not None:
                 continue
             request.num_in_flight -= 1
@@ -566,7 +549,21 @@ class Scheduler:
                 if request.finish_reason is not None:
                     self._remove(request)
                 outputs.append(request.output((token,)))
+                self.counters.generated_tokens += 1
             except BaseException as error:  # as in RequestErrors.run
                 self.request_errors.fail(request.id, "appending its new tokens", error)
-        self.counters.generated_tokens += len(outputs)
         return outputs
+
+    def _finish_chunk(
+        self, request: Request, chunk: Chunk, admission: int, new: Sequence[int]
+    ) -> list[Output]:
+        def finish() -> Output | None:
+            output = self.chunks.finish(request, chunk, admission, new)
+            if request.finish_reason is not None:
+                self._remove(request)
+            return output
+
+        if request.finish_reason is not None:
+            return []
+        output = self.request_errors.run(request.id, "appending its new tokens", finish)
+        return [output] if output is not None else []

@@ -5,7 +5,6 @@ The worker keeps state for each slot (atomc.runtime.execution.slots). A step has
 lacks: the request's parameters when it gets a slot, later only new tokens and blocks.
 """
 
-from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -64,14 +63,12 @@ class Admission(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The tokens of one request in a step: a prompt, a part of one, or the last sampled token and a
-    draft.
+    """Tokens of one request in a step, all known to the host: a prompt, a part of one, or the last
+    sampled token and a draft.
 
     slot             row of block tables and of per-sequence state, while the request runs
     start            position of the first token; all earlier tokens are in the cache
     blocks           for each group, the blocks added since the previous chunk
-    has_placeholder  one more token follows `tokens`: the one that the previous step samples for
-                     this slot
     num_samples      a token is sampled after each of the last num_samples rows: 0 if the request is
                      not complete yet, else 1, plus 1 for each draft token at the end of `tokens`
     num_output_rows  logits, or hidden states, are computed for this many last rows
@@ -84,7 +81,6 @@ class Chunk(NamedTuple):
     state_from       the row that has the state per sequence before the chunk; None: it is in the
                      slot, or the sequence begins
     state_kept       the row that keeps the state before the chunk, until its draft is verified
-    snapshot         the row that gets a copy of the state after the chunk
     """
 
     request_id: str
@@ -92,7 +88,6 @@ class Chunk(NamedTuple):
     tokens: tuple[int, ...]
     start: int
     blocks: tuple[NewBlocks, ...]
-    has_placeholder: bool = False
     num_samples: int = 0
     num_output_rows: int = 0
     scored: tuple[int, ...] = ()
@@ -102,11 +97,10 @@ class Chunk(NamedTuple):
     images: tuple[ImageRows, ...] = ()
     state_from: int | None = None
     state_kept: int | None = None
-    snapshot: int | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens) + self.has_placeholder
+        return len(self.tokens)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -130,8 +124,8 @@ class Chunk(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """Requests that only decode, a row each: its token is the one that the previous step samples
-    for its slot, and one token is sampled after it.
+    """Requests of which a token is in flight, a row each: it computes the token that the previous
+    step samples for its slot, and one token is sampled after it.
 
     slots    as in Chunk
     starts   position of each token; all earlier ones are in the cache
@@ -159,27 +153,17 @@ class StepSize(NamedTuple):
     pooled: bool
 
 
-class RankPart(NamedTuple):
-    """What a data-parallel rank has of a step: this many chunks, and what ScheduledStep has of a
-    step of one rank.
-    """
-
-    num_chunks: int
-    pooled: bool = False
-    released: tuple[int, ...] = ()
-
-
 class ScheduledStep(NamedTuple):
-    """The chunks of one step, and after their rows those of requests that only decode: at least one
-    of both, unless it is the part of a data-parallel rank.
+    """The chunks of one step, and after their rows the decode rows: at least one of both, unless it
+    is the part of a data-parallel rank.
 
     pooled     a pooling step: computes hidden states instead of logits
     released   slots released since the previous step; this step may reuse them
     images     encoded before the step, and held until a later step drops them
     dropped    digests of images whose embeddings are dropped before that
-    parts      of data-parallel ranks, which have the chunks one after the other; (): all ranks have
-               all chunks
-    size       of the largest parts of such a step, to which its ranks pad; None: of the chunks
+    parts      of data-parallel ranks, which have all that the step has; (): all ranks have the same
+    size       of the largest parts of such a step, to which its ranks pad; None: of this step
+    snapshots  copies of state per sequence after the step
     """
 
     chunks: tuple[Chunk, ...]
@@ -187,18 +171,16 @@ class ScheduledStep(NamedTuple):
     released: tuple[int, ...] = ()
     images: tuple[ImagePixels, ...] = ()
     dropped: tuple[bytes, ...] = ()
-    parts: tuple[RankPart, ...] = ()
+    parts: "tuple[ScheduledStep, ...]" = ()
     size: StepSize | None = None
     decoding: DecodeRows = DecodeRows()
+    snapshots: tuple[Copy, ...] = ()
 
     def rank_part(self, rank: int) -> "ScheduledStep":
         """The part of a data-parallel rank; the step itself if it has no parts. A rank without
-        chunks computes padding, because the others wait for it.
+        requests computes padding, because the others wait for it.
         """
-        if not self.parts:
-            return self
-        part, chunks = self.parts[rank], self._chunks_of_parts[rank]
-        return ScheduledStep(chunks, part.pooled, part.released, size=self.padded_size)
+        return self.parts[rank]._replace(size=self.padded_size) if self.parts else self
 
     @property
     def padded_size(self) -> StepSize:
@@ -206,10 +188,7 @@ class ScheduledStep(NamedTuple):
         if self.size is not None:
             return self.size
         if self.parts:
-            sizes = [
-                self._replace(chunks=chunks, pooled=part.pooled, parts=()).padded_size
-                for part, chunks in zip(self.parts, self._chunks_of_parts, strict=True)
-            ]
+            sizes = [part.padded_size for part in self.parts]
             return StepSize(*map(max, zip(*sizes, strict=True)))
         return StepSize(
             self.num_tokens,
@@ -219,18 +198,12 @@ class ScheduledStep(NamedTuple):
             self.pooled,
         )
 
-    @property
-    def _chunks_of_parts(self) -> list[tuple[Chunk, ...]]:
-        ends = list(accumulate([part.num_chunks for part in self.parts], initial=0))
-        return [self.chunks[start:end] for start, end in pairwise(ends)]
-
     def sample_rows(self, rank: int) -> slice:
         """The rows of the tokens that a data-parallel rank samples, among those of all."""
         if not self.parts:
             return slice(None)
-        counts = [sum(c.num_samples for c in chunks) for chunks in self._chunks_of_parts]
-        first = sum(counts[:rank])
-        return slice(first, first + counts[rank])
+        first = sum([part.num_samples for part in self.parts[:rank]])
+        return slice(first, first + self.parts[rank].num_samples)
 
     @property
     def has_images(self) -> bool:
@@ -248,8 +221,9 @@ class ScheduledStep(NamedTuple):
     @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens of prompts; of parts, of the one with the most."""
-        parts = self._chunks_of_parts if self.parts else [self.chunks]
-        return max([sum([chunk.num_prompt_tokens for chunk in chunks]) for chunks in parts])
+        if self.parts:
+            return max([part.num_prompt_tokens for part in self.parts])
+        return sum([chunk.num_prompt_tokens for chunk in self.chunks])
 
     @property
     def num_output_rows(self) -> int:
@@ -264,7 +238,8 @@ class ScheduledStep(NamedTuple):
     @property
     def sampled_slots(self) -> list[int]:
         """The slot of each token that the step samples."""
-        return [chunk.slot for chunk in self.chunks for _ in range(chunk.num_samples)]
+        of_chunks = [chunk.slot for chunk in self.chunks for _ in range(chunk.num_samples)]
+        return [*of_chunks, *self.decoding.slots]
 
     @property
     def copies_before(self) -> list[Copy]:
@@ -277,7 +252,3 @@ class ScheduledStep(NamedTuple):
             if chunk.state_kept is not None:
                 copies.append((source, chunk.state_kept))
         return copies
-
-    @property
-    def copies_after(self) -> list[Copy]:
-        return [(chunk.slot, chunk.snapshot) for chunk in self.chunks if chunk.snapshot is not None]

@@ -27,7 +27,7 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.block_groups import BlockGroups
 from atomc.runtime.execution.capacity import Capacity
 from atomc.runtime.execution.pipeline import micro_batches
-from atomc.runtime.scheduling.step import Chunk, ScheduledStep
+from atomc.runtime.scheduling.step import Chunk, DecodeRows, ScheduledStep
 from atomc.stock.adapter import wrap_stock
 
 SLOW = pytest.mark.slow
@@ -172,17 +172,16 @@ def test_settings_that_stages_do_not_support_are_refused(
 
 def chunks(rng: random.Random) -> tuple[Chunk, ...]:
     found = []
-    for slot in range(rng.randint(1, 6)):
-        length, has_placeholder = rng.randint(1, 40), rng.random() < 0.5
+    for slot in range(rng.randint(0, 6)):
+        length = rng.randint(1, 40)
         outputs = rng.choice([0, 1, length])
         found.append(
             Chunk(
                 str(slot),
                 slot,
-                tuple(rng.choices(range(90), k=length - has_placeholder)),
+                tuple(rng.choices(range(90), k=length)),
                 start=rng.randint(0, 50),
                 blocks=((3, (slot, slot + 1)), (0, ())),
-                has_placeholder=has_placeholder,
                 num_output_rows=outputs,
                 num_samples=min(outputs, 1),
             )
@@ -190,20 +189,29 @@ def chunks(rng: random.Random) -> tuple[Chunk, ...]:
     return tuple(found)
 
 
-def rows(chunk: Chunk) -> list[tuple[int, int, int | None, bool]]:
-    """Slot, position, token (None: the placeholder) and whether there is an output, of each row."""
-    tokens = [*chunk.tokens, *[None] * chunk.has_placeholder]
-    first = len(tokens) - chunk.num_output_rows
-    return [(chunk.slot, chunk.start + i, token, i >= first) for i, token in enumerate(tokens)]
+def rows(chunk: Chunk) -> list[tuple[int, int, int, bool]]:
+    """Slot, position, token and whether there is an output, of each row."""
+    first = chunk.num_tokens - chunk.num_output_rows
+    return [
+        (chunk.slot, chunk.start + i, token, i >= first) for i, token in enumerate(chunk.tokens)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_micro_batches_have_the_rows_of_the_step_in_order(seed: int) -> None:
     rng = random.Random(seed)
-    step = ScheduledStep(chunks(rng), released=(9,))
+    slots = tuple(range(10, 10 + rng.randint(1, 30)))
+    decoding = DecodeRows(slots, tuple(rng.choices(range(50), k=len(slots))), ((11, ((4, (7,)),)),))
+    step = ScheduledStep(chunks(rng), released=(9,), decoding=decoding)
     parts = micro_batches(step, 8, least_rows=8)
     assert len(parts) == max(1, min(8, step.num_tokens // 8)) or step.num_tokens % len(parts)
     assert max(part.num_tokens for part in parts) <= -(-step.num_tokens // len(parts)) + 1
+    assert parts[0].decoding.blocks == decoding.blocks
+    assert all(part.decoding.blocks == () and part.num_tokens for part in parts[1:])
+    assert [slot for part in parts for slot in part.decoding.slots] == [*slots]
+    assert tuple(start for part in parts for start in part.decoding.starts) == decoding.starts
+    behind = [part for part in parts if part.num_decoding]
+    assert not any(part.chunks for part in behind[1:])  # rows come after all chunks
     pieces = [chunk for part in parts for chunk in part.chunks]
     assert all(piece.num_tokens for piece in pieces)
     assert [row for piece in pieces for row in rows(piece)] == [
@@ -226,6 +234,10 @@ def test_a_stage_reads_the_blocks_of_its_own_groups() -> None:
     size = groups.whole(Capacity((5, 7), 16, 100))
     assert size.num_blocks[0] == 7 and size.num_blocks[2] == 5 and size.num_blocks[1] > 2**60
     assert groups.own_blocks(Capacity((4, 6, 3), 16, 100)) == (3, 4)
-    step = ScheduledStep((Chunk("a", 0, (1,), 0, ((0, (1,)), (0, (2,)), (0, (3,)))),))
-    assert groups.own_part(step).chunks[0].blocks == ((0, (3,)), (0, (1,)))
+    blocks = ((0, (1,)), (0, (2,)), (0, (3,)))
+    decoding = DecodeRows((5,), (16,), ((5, blocks),))
+    step = ScheduledStep((Chunk("a", 0, (1,), 0, blocks),), decoding=decoding)
+    own = groups.own_part(step)
+    assert own.chunks[0].blocks == ((0, (3,)), (0, (1,)))
+    assert own.decoding == decoding._replace(blocks=((5, ((0, (3,)), (0, (1,)))),))
     assert BlockGroups((0, 8), (0, 1)).own_part(step) is step

@@ -220,8 +220,6 @@ def counts_are_victims(engine, counts):
 SCORED = (("prompt_logprobs", 1),)
 SALTED = (("salt", "victim"),)
 FREE = (("structured", None), ("temperature", 0.0), ("max_tokens", 40))
-# A request whose tokens after the first are decode rows.
-PLAIN = (*FREE, ("repetition_penalty", 1.0), ("logit_bias", {}), ("logprobs", None))
 HOOKS = [
     # Admitted
     Hook(StructuredMatchers, "matcher", lambda engine, self, form: form.regex.endswith("{9}")),
@@ -231,9 +229,8 @@ HOOKS = [
     Hook(prefix_sharing, "extend_keys", lambda engine, request, size: request.salt == "victim", given=SALTED),
     Hook(prefix_sharing, "extend_keys", lambda engine, request, size: request.salt == "victim", at=2, given=SALTED),
     Hook(chunks, "_admission", lambda engine, request: request.id == "victim"),
-    Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=3),
-    Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=2, given=PLAIN),
-    Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=3, given=PLAIN),
+    Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=2, given=FREE),
+    Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=3, given=FREE),
     Hook(NGramProposer, "propose", lambda engine, self, *_: proposer_is_victims(engine, self), speculates=True),
     # Constrained
     Hook(GrammarCompiler, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows)),
@@ -248,12 +245,14 @@ HOOKS = [
     # Read
     Hook(LogprobsRow, "read", lambda engine, self: self.count == VICTIM_LOGPROBS),
     Hook(LogprobsRow, "read", lambda engine, self: self.count == VICTIM_LOGPROBS, at=3),
-    Hook(output_processor._HostResults, "result", lambda engine, self, chunk, *_: chunk.request_id == "victim", at=2, given=FREE),
-    Hook(Request, "accept", lambda engine, self, *_: self.id == "victim", at=2),
-    Hook(Request, "finish", lambda engine, self: self.id == "victim", given=PLAIN),
+    Hook(output_processor._HostResults, "result", lambda engine, self, chunk, *_: chunk.request_id == "victim"),
+    Hook(output_processor._HostResults, "checked_logprobs", lambda engine, self, state, *_: state.request_id == "victim",
+         at=2, given=FREE),
+    Hook(Request, "accept", lambda engine, self, *_: self.id == "victim"),
+    Hook(Request, "finish", lambda engine, self: self.id == "victim", given=FREE),
     Hook(BlockPool, "cache", lambda engine, self, owner, *_: owner == "victim", given=(("salt", "names"),)),
     Hook(BlockPool, "cache", lambda engine, self, owner, *_: owner == "victim", at=3,
-         given=(*PLAIN, ("salt", "names"))),
+         given=(*FREE, ("salt", "names"))),
     # Scored and pooled
     Hook(output_processor, "_scores", lambda engine, chunk, *_: chunk.request_id == "victim", given=SCORED),
     Hook(output_processor, "_pooled", lambda engine, chunk, *_: chunk.request_id == "victim", given=(("pooling", "mean"),)),
@@ -382,17 +381,24 @@ def test_an_aborted_request_has_no_output_after_a_step_that_failed_as_a_whole(en
 
 def poison(engine, monkeypatch, value, places=slice(None), first=1):
     """From its step `first` on, the victim's logits have this value."""
-    original, steps = engine.executor.runner.logits, 0
+    original, steps, slot = engine.executor.runner.logits, 0, None
 
     def logits(step):
-        nonlocal steps
+        nonlocal steps, slot
         found, row = original(step).clone(), 0
         for chunk in step.chunks:
             if chunk.request_id == "victim":
+                slot = chunk.slot
                 steps += bool(chunk.num_samples)
                 if steps >= first:
                     found[row : row + chunk.num_output_rows, places] = value
+            elif chunk.slot == slot:
+                slot = None
             row += chunk.num_output_rows
+        if slot in step.decoding.slots:
+            steps += 1
+            if steps >= first:
+                found[row + step.decoding.slots.index(slot), places] = value
         return found
 
     monkeypatch.setattr(engine.executor.runner, "logits", logits)
@@ -467,7 +473,7 @@ def test_log_probabilities_of_a_prompt_that_are_nan_are_an_error(engine, alone, 
 
         def logits(step):
             found = original(step).clone()
-            if step.chunks[0].request_id == "victim":
+            if step.chunks and step.chunks[0].request_id == "victim":
                 found[0] = NAN
             return found
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from step_results import step_results
 from tiny_vision import (
     IMAGE,
     MAX_LEN,
@@ -259,7 +260,7 @@ def test_a_step_encodes_images_up_to_its_budget_and_others_go_on():
         patches.append(sum(image.num_patches for image in step.images))
         texts.append([chunk.request_id for chunk in step.chunks])
         text_steps += "text" in texts[-1]
-        engine.scheduler.finish_step(step, [[1]] * step.num_samples)
+        engine.scheduler.finish_step(step, *step_results(step, 1))
         engine.check()
         if len(texts) == 4:
             break

@@ -198,9 +198,15 @@ def run_and_compare(runner, scheduler, alone, requests, arrivals=None, aborts=No
         assert logits.shape == (len(drawing), VOCAB)
         for row, chunk in zip(logits, drawing, strict=True):
             assert_close(row, alone.logits(scheduler.requests[chunk.request_id].tokens))
-        scheduler.finish_step(step, [[token] for token in logits.argmax(-1).tolist()])
+        finish(scheduler, step, logits.argmax(-1).tolist())
         scheduler.check()
     raise AssertionError("the requests do not end")
+
+
+def finish(scheduler, step, tokens):
+    """tokens: of the chunks that sample."""
+    sampled = iter(tokens)
+    scheduler.finish_step(step, [[next(sampled)] if x.num_samples else () for x in step.chunks])
 
 
 def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(served):
@@ -306,7 +312,7 @@ def test_drawn_tokens_do_not_depend_on_the_batch(served):
         while (step := scheduler.next_step()) is not None:
             draws = sample_specs(step, slots.update(step))
             tokens = sampler(runner.logits(step), draws).tokens.tolist() if draws else []
-            scheduler.finish_step(step, [[token] for token in tokens])
+            finish(scheduler, step, tokens)
         return [request.new_tokens for request in requests]
 
     together = tokens([0, 1, 2, 3], 64)
@@ -351,14 +357,9 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
     assert [value.dtype for value in tensors[:5]] == [i64, i64, i32, i32, i64]
     assert [value.dtype for value in (*tensors.groups[0], tensors.state_slots)] == [i64, i32, i64]
 
-    # The next step is has_placeholder what this one drew, and knows the blocks that it was told of.
+    # The next step reads what this one drew, and knows the blocks that it was told of.
     input_batch.keep_tokens(torch.tensor([70, 60]))
-    step = ScheduledStep(
-        (
-            chunk("c", 3, (), 9, (), has_placeholder=True),
-            chunk("a", 2, (), 5, (), has_placeholder=True),
-        )
-    )
+    step = ScheduledStep((), decoding=DecodeRows((3, 2), (9, 5)))
     tensors = input_batch.step(input_batch.write(step, StepShape(4, 3, 3, 5)))
     assert tensors.input_ids.tolist() == [60, 70, 0, 0]
     assert tensors.query_start.tolist() == [0, 1, 2, 2] and tensors.seq_lens.tolist() == [10, 6, 0]

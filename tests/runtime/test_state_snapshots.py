@@ -399,11 +399,11 @@ def scheduled(snapshots=2, drafts=False, max_num_batched_tokens=64, **config):
 def advance(s, *tokens):
     """One step: (request, start, new tokens, state_from, state_kept, snapshot) of each chunk."""
     step = s.next_step()
-    given = iter(tokens)
-    s.finish_step(step, [next(given, [9]) for chunk in step.chunks if chunk.num_samples])
+    given, snapshots = iter(tokens), dict(step.snapshots)
+    s.finish_step(step, [next(given, [9]) if x.num_samples else () for x in step.chunks])
     s.check()
     return [
-        (x.request_id, x.start, x.num_tokens, x.state_from, x.state_kept, x.snapshot)
+        (x.request_id, x.start, x.num_tokens, x.state_from, x.state_kept, snapshots.get(x.slot))
         for x in step.chunks
     ]
 
@@ -562,9 +562,9 @@ def test_a_request_that_fails_in_a_step_leaves_no_snapshot():
     s.add(Request("a", list(range(10))))
     step = s.next_step()
     s.request_errors.fail("a", "testing it", RuntimeError("broken"))
-    s.finish_step(step, [])
+    s.finish_step(step, [()])
     s.check()
-    assert step.chunks[0].snapshot == 3 and s.snapshots.num_cached == 0
+    assert step.snapshots == ((0, 3),) and s.snapshots.num_cached == 0
 
 
 def test_a_step_that_is_undone_leaves_its_rows_and_takes_its_snapshots_again():
@@ -574,7 +574,7 @@ def test_a_step_that_is_undone_leaves_its_rows_and_takes_its_snapshots_again():
     step = s.next_step()
     s.undo_step(step)
     s.check()
-    assert s.next_step() == step and step.chunks[1].snapshot == 3
+    assert s.next_step() == step and step.snapshots == ((1, 3),)
 
 
 def test_what_a_step_copies():
@@ -587,11 +587,9 @@ def test_what_a_step_copies():
             chunk(1, state_from=9),
             chunk(2, state_kept=6),
             chunk(3, state_from=8, state_kept=7),
-            chunk(4, snapshot=10),
         )
     )
     assert step.copies_before == [(9, 1), (2, 6), (8, 3), (8, 7)]
-    assert step.copies_after == [(4, 10)]
 
 
 # ---- tensors

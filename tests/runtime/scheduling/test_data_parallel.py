@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from step_results import step_results
 from torch import nn
 
 from atomc.parallel import sizes
@@ -27,7 +28,6 @@ def scheduler(ranks: int = 2, max_queue: int = 100) -> DataParallelScheduler:
         [
             Scheduler(
                 BlockPool(16, 4),
-                decode_rows=False,
                 max_num_seqs=4,
                 max_num_batched_tokens=12,
                 max_model_len=60,
@@ -50,11 +50,11 @@ def next_step(s: DataParallelScheduler) -> ScheduledStep:
 
 
 def finish(s: DataParallelScheduler, step: ScheduledStep, token: int = 7) -> None:
-    s.finish_step(step, [[token] for chunk in step.chunks if chunk.num_samples])
+    s.finish_step(step, *step_results(step, token))
 
 
 def names(step: ScheduledStep) -> list[str]:
-    return [chunk.request_id for chunk in step.chunks]
+    return [chunk.request_id for part in step.parts or (step,) for chunk in part.chunks]
 
 
 def test_a_request_goes_to_the_rank_with_the_fewest_and_each_rank_gets_its_own_chunks() -> None:
@@ -65,7 +65,7 @@ def test_a_request_goes_to_the_rank_with_the_fewest_and_each_rank_gets_its_own_c
     assert [names(step.rank_part(rank)) for rank in range(2)] == [["a", "c"], ["b"]]
     assert [step.rank_part(rank).num_tokens for rank in range(2)] == [7, 9]
     # Slots are those of a rank.
-    assert [chunk.slot for chunk in step.chunks] == [0, 1, 0]
+    assert [chunk.slot for part in step.parts for chunk in part.chunks] == [0, 1, 0]
 
 
 def test_all_ranks_pad_to_the_largest_sizes() -> None:
@@ -150,22 +150,33 @@ def test_random_arrivals_end_with_all_their_tokens_on_every_rank() -> None:
     waiting = [request(str(i), rng.randint(1, 40)) for i in range(17)]
     lengths = {each.id: len(each.tokens) for each in waiting}
     found: dict[str, int] = {}
-    used, idle = set(), 0
+    used, idle, rows = set(), 0, 0
+    steps: list[ScheduledStep] = []
     while waiting or s.requests:
         if waiting and rng.random() < 0.6:
             s.add(waiting.pop())
         step = s.next_step()
-        if step is None:
+        if step is not None:
+            assert len(step.parts) == 3
+            idle += any(not part.num_tokens for part in step.parts)
+            used |= {rank for rank, part in enumerate(step.parts) if part.num_tokens}
+            rows += sum(part.num_decoding for part in step.parts)
+            requests = s.step_requests(-1)
+            assert [each.id for each, chunk in requests if chunk is not None] == names(step)
+            steps.append(step)
+        if not steps or (len(steps) == 1 and rng.random() < 0.7):
             continue
-        assert len(step.parts) == 3 and sum(p.num_chunks for p in step.parts) == len(step.chunks)
-        idle += any(not part.num_chunks for part in step.parts)
-        used |= {rank for rank, part in enumerate(step.parts) if part.num_chunks}
-        assert [each.id for each in s.first_requests] == names(step)
-        sampling = [chunk for chunk in step.chunks if chunk.num_samples]
-        for output in s.finish_step(step, [[100 + int(c.request_id)] for c in sampling]):
+        requests, step = s.step_requests(0), steps.pop(0)
+        outputs = s.finish_step(
+            step,
+            [[100 + int(r.id)] * chunk.num_samples for r, chunk in requests if chunk is not None],
+            [100 + int(r.id) for r, chunk in requests if chunk is None],
+        )
+        for output in outputs:
             assert set(output.token_ids) <= {100 + int(output.request_id)}
             found[output.request_id] = found.get(output.request_id, 0) + len(output.token_ids)
         s.check()
+    assert rows > 20
     assert found == dict.fromkeys(lengths, 5) and used == {0, 1, 2} and idle
     assert s.counters.generated_tokens == 17 * 5
 

@@ -5,6 +5,7 @@ worker that follows the steps has what it reads.
 import random
 
 import pytest
+from step_results import step_results
 from tiny_vision import IMAGE, MERGE, W, image_at
 
 from atomc.runtime.requests.request import Request, overlapping
@@ -51,8 +52,7 @@ def request(name, *parts, count=4):
 
 
 def finish(s, step, token=1):
-    decoded = [token] * step.num_decoding
-    s.finish_step(step, [[token]] * (step.num_samples - len(decoded)), decoded)
+    s.finish_step(step, *step_results(step, token))
     s.check()
 
 

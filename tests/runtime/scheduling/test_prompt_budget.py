@@ -5,6 +5,7 @@ slope * rows.
 from collections.abc import Callable
 
 import pytest
+from step_results import step_results
 
 from atomc.runtime.requests.request import Request
 from atomc.runtime.requests.sampling_params import SamplingParams
@@ -53,8 +54,7 @@ class Burst:
         assert not s.requests
 
     def finish(self, step: ScheduledStep, milliseconds: float, counts: bool) -> None:
-        samples = sum(chunk.num_samples > 0 for chunk in step.chunks)
-        self.scheduler.finish_step(step, [[1]] * samples, [1] * step.num_decoding)
+        self.scheduler.finish_step(step, *step_results(step, 1))
         if self.budget is not None:
             self.budget.add(step, milliseconds)
         if counts:

@@ -3,13 +3,14 @@ aborts.
 """
 
 import random
-from dataclasses import replace
+from copy import deepcopy
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from step_results import step_results
 
 from atomc.runtime.execution.slots import Slots
 from atomc.runtime.requests.request import Request, siblings
@@ -54,25 +55,6 @@ def shares(chunks):
     ]
 
 
-def tokens_of(chunks, tokens):
-    """tokens: by request. Returns those of the chunks that sample."""
-    return [tokens[chunk.request_id] for chunk in chunks if chunk.num_samples]
-
-
-def rows_as_chunks(step, names):
-    """The chunks of a step, then its decode rows as chunks. names: the request in each slot."""
-    blocks = dict(step.decoding.blocks)
-    names.update({chunk.slot: chunk.request_id for chunk in step.chunks})
-    rows = zip(step.decoding.slots, step.decoding.starts, strict=True)
-    return [
-        *step.chunks,
-        *[
-            Chunk(names[slot], slot, (), start, blocks.get(slot, ()), True, 1, 1)
-            for slot, start in rows
-        ],
-    ]
-
-
 def finished(outputs):
     return [output.request_id for output in outputs if output.finish_reason is not None]
 
@@ -80,7 +62,7 @@ def finished(outputs):
 def advance(s, token=100):
     """One step in which every spec gives `token`; what it computed, and who finished."""
     step = s.next_step()
-    outputs = s.finish_step(step, [[token]] * step.num_samples)
+    outputs = s.finish_step(step, *step_results(step, token))
     s.check()
     return shares(step.chunks), finished(outputs)
 
@@ -152,11 +134,11 @@ def test_a_limit_of_prompts_leaves_room_for_streams_and_drafts():
     step = s.next_step(10)
     assert shares(step.chunks) == [("a", 4, 3, True), ("b", 0, 10, False)]
     assert (step.num_prompt_tokens, s.num_streams) == (10, 1)
-    s.finish_step(step, [[100, 100, 100]])
+    s.finish_step(step, [[100, 100, 100], ()])
     step = s.next_step(35)
     assert shares(step.chunks) == [("a", 7, 1, True), ("b", 10, 30, True), ("c", 0, 5, False)]
     assert step.num_prompt_tokens == 35 and s.num_streams == 2
-    s.finish_step(step, [[100], [100]])
+    s.finish_step(step, [[100], [100], ()])
     assert shares(s.next_step().chunks)[-1] == ("c", 5, 35, True)
 
 
@@ -316,14 +298,14 @@ def test_a_step_that_failed_after_a_preemption_scores_no_prompt_token_twice():
     low.priority = 1
     s.add(low)
     scored = list(s.next_step().chunks[0].scored)
-    s.finish_step(s._in_flight[0].step, [])
+    s.finish_step(s._in_flight[0].step, [()])
     s.add(high)
     advance(s)
     s.undo_step(s.next_step())  # computes the first tokens again
     while len(low.tokens) == 10:
         step = s.next_step()
         scored += step.chunks[0].scored
-        s.finish_step(step, [[100]] * step.num_samples)
+        s.finish_step(step, *step_results(step, 100))
     assert scored == low.tokens[1:10]
 
 
@@ -337,7 +319,7 @@ def test_a_preempted_request_draws_the_same_numbers():
             for chunk, state in zip(step.chunks, slots.update(step), strict=True):
                 for spec in state.specs(chunk.num_samples, chunk.end, chunk.draft):
                     seen[chunk.request_id, chunk.end] = float(uniform([spec.seed], [spec.index])[0])
-            s.finish_step(step, [[100]] * step.num_samples)
+            s.finish_step(step, *step_results(step, 100))
             steps += 1
         return seen, steps
 
@@ -378,15 +360,20 @@ def test_the_next_step_is_decided_before_the_tokens_of_the_last_are_known():
     ],
     ids=lambda params: next(iter(params)),
 )
-def test_a_request_with_more_than_a_token_is_a_chunk_beside_decode_rows(params):
-    s = scheduler()
-    s.add(request("plain", 3, temperature=0.5, top_p=0.9))
-    s.add(request("other", 3, **params))
-    s.next_step()
+def test_a_token_in_flight_is_a_decode_row_whatever_the_request_asks_for(params):
+    s = scheduler(max_num_batched_tokens=7)
+    for name, prompt, more in (("plain", 3, {}), ("other", 3, params), ("late", 9, {})):
+        s.add(request(name, prompt, **more))
+    first = s.next_step()
     step = s.next_step()
-    assert step.decoding.slots == (0,) and [x.request_id for x in step.chunks] == ["other"]
-    assert (step.num_tokens, step.num_samples, step.num_output_rows) == (2, 2, 2)
-    assert step.padded_size == (2, 2, 2, 1, False)
+    assert step.decoding == DecodeRows((0, 1), (3, 3))
+    assert shares(step.chunks) == [("late", 1, 5, False)]
+    assert (step.num_tokens, step.num_samples, step.num_output_rows) == (7, 2, 2)
+    assert step.padded_size == (7, 3, 2, 5, False) and step.sampled_slots == [0, 1]
+    s.finish_step(first, *step_results(first, 8))
+    assert finished(s.finish_step(step, *step_results(step, 9))) == []
+    assert s.requests["other"].new_tokens == [8, 9]
+    s.check()
 
 
 def test_a_token_drawn_after_the_last_one_is_dropped():
@@ -409,26 +396,20 @@ def test_no_row_follows_a_draft_in_flight():
     assert s.next_step() is None and a.computed == 6
 
 
-def test_decode_rows_let_go_of_blocks_as_chunks_do():
-    def held(decode_rows):
-        s = Scheduler(
-            BlockPool([16, 16], 4, [0, 6]),
-            max_num_seqs=1,
-            max_num_batched_tokens=16,
-            max_model_len=40,
-            decode_rows=decode_rows,
-        )
-        s.add(request("a", 5, max_tokens=25))
-        tables, steps = [], [s.next_step()]
-        while s.requests:
-            steps.append(s.next_step())
-            step = steps.pop(0)
-            rows = [100] * step.num_decoding
-            s.finish_step(step, [[100]] * len(step.chunks), rows)
-            tables.append([s.pool.table("a", group) for group in (0, 1)])
-        return tables
-
-    assert held(True) == held(False) and max(len(windowed) for _, windowed in held(True)) == 3
+def test_decode_rows_let_go_of_blocks_behind_a_window():
+    s = Scheduler(
+        BlockPool([16, 16], 4, [0, 6]), max_num_seqs=1, max_num_batched_tokens=16, max_model_len=40
+    )
+    s.add(request("a", 5, max_tokens=25))
+    steps, held = [s.next_step()], []
+    for computed in range(5, 29):
+        steps.append(s.next_step())
+        step = steps.pop(0)
+        s.finish_step(step, *step_results(step, 100))
+        blocks = computed // 4 + 1  # with that of the token in flight
+        held.append(len(s.pool.table("a", 1)))
+        assert held[-1] == blocks - first_read(computed, 6) // 4
+    assert max(held) == 3
 
 
 def test_a_row_of_a_request_that_was_preempted_meanwhile_shares_no_block():
@@ -597,9 +578,82 @@ def alone(prompt, salt, max_tokens, max_len):
 EOS = 0
 
 
+def decided(s, prompt_limit):
+    """What the next step computes, by one rule for all tokens: those that are pending. Changes the
+    scheduler, a copy.
+    """
+    budget = s.max_num_batched_tokens
+    prompts, computed = prompt_limit or budget, []
+
+    def most(r):
+        is_stream = r.pending <= (chunks.MOST_OF_STREAM if r.num_new else 1)
+        return min(r.pending + len(r.draft), budget if is_stream else max(min(budget, prompts), 0))
+
+    def compute(r, count):
+        nonlocal budget, prompts
+        if count < r.pending + len(r.draft):
+            r.draft = r.draft[: max(count - r.pending, 0)]
+        samples = r.computed + count == r.length + len(r.draft)
+        computed.append((r.id, r.computed, count, samples))
+        budget -= count
+        prompts -= count if count > samples * (1 + len(r.draft)) else 0
+        r.computed += count
+        r.num_in_flight += samples
+
+    if s.queues.by_priority:
+        s._preempt_for_waiting(False)
+    num_preempted = s.counters.preemptions
+    for r in list(s.running):
+        if not budget or r.slot is None:
+            break
+        is_over = r.num_in_flight and (r.draft or not r.room)
+        if not is_over and (count := most(r)) and s._reserve(r, r.computed + count):
+            compute(r, count)
+    for r in list(s.waiting) if s.counters.preemptions == num_preempted else ():
+        if not budget or prompts <= 0 or not s.queues.has_slot:
+            break
+        if r.num_in_flight or s.prefixes.must_wait(r):
+            continue
+        if not s._admit(r, min(budget, most(r))):
+            break
+        compute(r, most(r))
+    return computed
+
+
+def outputs_of(s, tokens):
+    """The outputs of the next step to finish, whose decode rows end as chunks of one token do.
+    tokens: by request. Changes the scheduler, a copy.
+    """
+    outputs = []
+    for r, admission, start, chunk in s._in_flight.popleft().entries:
+        if r.finish_reason is not None:
+            continue
+        chunk = chunk or Chunk(r.id, 0, (0,), start, (), num_samples=1)
+        new = tokens[r.id] if chunk.num_samples else ()
+        outputs.append(s.chunks.finish(r, chunk, admission, new))
+        if r.finish_reason is not None:
+            s._remove(r)
+    return [output for output in outputs if output is not None]
+
+
+def state_of(s):
+    """What may depend on whether a token was a decode row."""
+
+    def tables(r):
+        return [s.pool.table(r.id, g) for g in range(len(s.pool.groups))]
+
+    return [
+        [
+            (r.id, r.tokens, r.draft, r.computed, r.num_in_flight, r.slot, r.keys, tables(r))
+            for r in queue
+        ]
+        for queue in (s.running, s.waiting)
+    ] + [list(group.free) for group in s.pool.groups]
+
+
 class Machine(RuleBasedStateMachine):
     """A scheduler, and a device whose cache holds histories: what it draws shows whether it read
-    the right ones. Another scheduler, without decode rows, must decide equally.
+    the right ones. `decided` and `outputs_of` must give the same as the scheduler.
     """
 
     @initialize(
@@ -613,20 +667,15 @@ class Machine(RuleBasedStateMachine):
     )
     def start(self, num_blocks, block_size, max_num_seqs, budget, window, shares, policy):
         windows = [0, window] if window else [0]
-        self.s, self.other = [
-            Scheduler(
-                BlockPool(num_blocks, block_size, windows, shares=shares),
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=budget,
-                max_model_len=28,
-                policy=policy,
-                max_queue=12,
-                decode_rows=decode_rows,
-            )
-            for decode_rows in (True, False)
-        ]
+        self.s = Scheduler(
+            BlockPool(num_blocks, block_size, windows, shares=shares),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=28,
+            policy=policy,
+            max_queue=12,
+        )
         self.pool = self.s.pool
-        self.names = {}
         self.caches = [{} for _ in windows]
         self.tables = [{} for _ in windows]
         self.last = {}
@@ -648,15 +697,13 @@ class Machine(RuleBasedStateMachine):
             f"r{len(self.all)}", prompt, params, frozenset({EOS}), priority=priority, salt=salt
         )
         if len(prompt) < self.s.max_len and len(self.s.waiting) < self.s.max_queue:
-            self.other.add(replace(r, keys=[]))
             self.s.add(r)
             self.all.append(r)
 
     @rule(which=st.integers(0, 40))
     def abort(self, which):
         if self.all:
-            name = self.all[which % len(self.all)].id
-            assert self.s.abort(name) == self.other.abort(name)
+            self.s.abort(self.all[which % len(self.all)].id)
 
     @rule(which=st.integers(0, 40), right=st.integers(0, 3), wrong=st.integers(0, 2))
     def draft(self, which, right, wrong):
@@ -666,26 +713,26 @@ class Machine(RuleBasedStateMachine):
         r = running[which % len(running)]
         true = alone(r.tokens[: r.num_prompt], r.salt, 99, 99)[len(r.tokens) :]
         guess = [*true[:right], *[(token + 1) % V for token in true[right : right + wrong]]]
-        r.draft = self.other.requests[r.id].draft = tuple(guess[: max(r.room - 1, 0)])
+        r.draft = tuple(guess[: max(r.room - 1, 0)])
 
     @precondition(lambda self: len(self.flights) < 2)
     @rule(prompt_limit=st.none() | st.integers(1, 20))
     def launch(self, prompt_limit=None):
-        step, other = self.decided(prompt_limit)
+        step = self.next_step(prompt_limit)
         if step is not None and prompt_limit is not None:
             assert self.num_limited(step) <= prompt_limit
         if step is not None:
-            chunks = rows_as_chunks(step, self.names)
-            self.flights.append((self.device(chunks), chunks, step, other))
+            self.flights.append((self.device(self.rows_as_chunks(step)), step))
 
     @precondition(lambda self: self.flights)
     @rule()
     def collect(self):
-        tokens, chunks, step, other = self.flights.pop(0)
-        of_rows = [tokens[chunk.request_id][0] for chunk in chunks[len(step.chunks) :]]
-        outputs = self.s.finish_step(step, tokens_of(step.chunks, tokens), of_rows)
-        others = self.other.finish_step(other, tokens_of(other.chunks, tokens))
-        assert {x.request_id: x for x in outputs} == {x.request_id: x for x in others}
+        tokens, step = self.flights.pop(0)
+        expected, requests = deepcopy(self.s), self.s.step_requests(0)
+        of_chunks = [tokens.get(chunk.request_id, ()) for chunk in step.chunks]
+        of_rows = [tokens[r.id][0] for r, chunk in requests if chunk is None]
+        assert self.s.finish_step(step, of_chunks, of_rows) == outputs_of(expected, tokens)
+        assert state_of(self.s) == state_of(expected)
 
     @rule(count=st.integers(1, 8))
     def go_on(self, count):
@@ -697,10 +744,9 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def fail(self):
         """A step that is decided and cannot be run."""
-        step, other = self.decided()
+        step = self.next_step()
         if step is not None:
             self.s.undo_step(step)
-            self.other.undo_step(other)
 
     def num_limited(self, step):
         """Tokens of a step that only prompts have."""
@@ -711,14 +757,30 @@ class Machine(RuleBasedStateMachine):
             or r.length - (chunk.num_samples > 0) - chunk.start > chunks.MOST_OF_STREAM
         )
 
-    def decided(self, prompt_limit=None):
-        """The next step of both schedulers, which computes the same."""
-        step, other = self.s.next_step(prompt_limit), self.other.next_step(prompt_limit or 2**30)
-        assert (step is None) == (other is None)
+    def next_step(self, prompt_limit=None):
+        """The next step, which computes what is expected, in the same order."""
+        expected = deepcopy(self.s)
+        step = self.s.next_step(prompt_limit)
+        computed = decided(expected, prompt_limit)
+        assert state_of(self.s) == state_of(expected)
+        assert sorted(computed) == sorted(shares(self.rows_as_chunks(step)) if step else [])
         if step is not None:
-            assert sorted(shares(rows_as_chunks(step, self.names))) == sorted(shares(other.chunks))
-            assert step.released == other.released
-        return step, other
+            entries = self.s._in_flight[-1].entries
+            assert [r.id for r, *_ in entries] == [name for name, *_ in computed]
+        return step
+
+    def rows_as_chunks(self, step):
+        """The chunks of a step, then its decode rows, with the tokens that the device has."""
+        blocks = dict(step.decoding.blocks)
+        requests = [r for r, chunk in self.s.step_requests(-1) if chunk is None]
+        rows = zip(requests, step.decoding.slots, step.decoding.starts, strict=True)
+        return [
+            *step.chunks,
+            *[
+                Chunk(r.id, slot, (self.last.get(slot),), start, blocks.get(slot, ()), 1, 1)
+                for r, slot, start in rows
+            ],
+        ]
 
     def collect_all(self):
         while self.flights:
@@ -732,26 +794,23 @@ class Machine(RuleBasedStateMachine):
             for g, (start, blocks) in enumerate(chunk.blocks):
                 table = self.tables[g].setdefault(chunk.slot, {})
                 table.update(enumerate(blocks, start))
-            tokens = [*chunk.tokens, *([self.last[chunk.slot]] if chunk.has_placeholder else [])]
             state = (
                 hash(r.salt)
                 if chunk.start == 0
                 else self.caches[0][self.place(0, chunk, chunk.start - 1)]
             )
             after = []
-            for position, token in enumerate(tokens, chunk.start):
+            for position, token in enumerate(chunk.tokens, chunk.start):
                 state = history(state, token)
                 for g in range(len(self.caches)):
                     self.caches[g][self.place(g, chunk, position)] = state
                 after.append(state)
-            now.append((chunk, r, tokens, after))
-        for chunk, r, tokens, after in now:
+            now.append((chunk, r, after))
+        for chunk, r, after in now:
             truth, states = hash(r.salt), []
-            for token in [*r.tokens[: chunk.start], *tokens]:
+            for token in [*r.tokens[: chunk.start], *chunk.tokens]:
                 truth = history(truth, token)
                 states.append(truth)
-            # A has_placeholder token may be the only one that the host does not know, and is the last: all
-            # before it are compared.
             for g, group in enumerate(self.pool.groups):
                 for position in range(first_read(chunk.start, group.window), chunk.end):
                     assert self.caches[g][self.place(g, chunk, position)] == states[position], (
@@ -778,20 +837,9 @@ class Machine(RuleBasedStateMachine):
     def holds(self):
         if hasattr(self, "s"):
             self.s.check()
-            self.other.check()
-            assert vars(self.s.counters) == vars(self.other.counters)
-            assert [list(group.free) for group in self.s.pool.groups] == [
-                list(group.free) for group in self.other.pool.groups
-            ]
-            for queue in ("running", "waiting"):
-                assert [self.state(self.s, r) for r in getattr(self.s, queue)] == [
-                    self.state(self.other, r) for r in getattr(self.other, queue)
-                ]
-
-    def state(self, s, r):
-        tables = [s.pool.table(r.id, g) for g in range(len(s.pool.groups))]
-        numbers = r.computed, r.num_in_flight, r.slot, r.num_cached_blocks
-        return r.id, r.tokens, r.draft, numbers, r.keys, tables
+            counters, new = self.s.counters, [r for r in self.all if r.num_new]
+            assert counters.generated_tokens == sum(r.num_new for r in new)
+            assert counters.prompt_tokens == sum(r.num_prompt for r in new)
 
     def teardown(self):
         if not hasattr(self, "s"):

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from step_results import step_results
 
 from atomc.runtime.execution.slots import Slots
 from atomc.runtime.requests.request import Request
@@ -13,7 +14,7 @@ from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.token_counts import TokenCounts
 from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.scheduler import Scheduler
-from atomc.runtime.scheduling.step import Admission, Chunk, ScheduledStep
+from atomc.runtime.scheduling.step import Admission, Chunk, DecodeRows, ScheduledStep
 
 msgspec = pytest.importorskip("msgspec")
 encode = msgspec.msgpack.encode
@@ -54,7 +55,7 @@ def steps(s, requests, drafts=True):
                 request.draft = (rng.randrange(9),) * rng.randrange(3)
         step = s.next_step()
         yield step
-        s.finish_step(step, [[rng.randrange(9)] for chunk in step.chunks if chunk.num_samples])
+        s.finish_step(step, *step_results(step, rng.randrange(9)))
         s.check()
 
 
@@ -151,7 +152,7 @@ def test_a_step_names_what_a_request_needs_only_when_it_gets_a_slot():
                 if chunk.admission is not None
             ]
         )
-        s.finish_step(step, [[9]] * step.num_samples)
+        s.finish_step(step, *step_results(step, 9))
     assert admissions[0] == [("a", 0), ("b", 0)] and s.counters.preemptions
     assert [one for each in admissions[1:] for one in each] == [("b", 0)] * s.counters.preemptions
 
@@ -164,13 +165,13 @@ def test_a_step_that_could_not_be_run_is_told_again_and_others_are_not():
     second = s.next_step()
     s.undo_step(second)
     again = s.next_step()
-    assert [chunk.admission for chunk in again.chunks] == [None, second.chunks[1].admission]
-    assert again.chunks[1] == second.chunks[1] and again.chunks[0].blocks == ((0, (0,)),)
+    assert again == second and again.chunks[0].admission is not None
+    assert again.decoding == DecodeRows((0,), (3,))
     s.finish_step(first, [[7]])
     worker = slots()
     for step in (first, second, again):
         states = worker.update(step)
-    assert [state.counts.tokens for state in states] == [[1, 2, 3], [4, 5]]
+    assert [state.counts.tokens for state in states] == [[4, 5], [1, 2, 3]]  # rows come last
 
 
 def test_a_worker_has_the_tokens_of_penalties_whatever_the_cache_had_of_them():
@@ -184,7 +185,7 @@ def test_a_worker_has_the_tokens_of_penalties_whatever_the_cache_had_of_them():
         for chunk, state in zip(step.chunks, worker.update(step), strict=True):
             if chunk.num_samples:
                 seen.setdefault(chunk.request_id, list(state.counts.tokens))
-        s.finish_step(step, [[5]] * step.num_samples)
+        s.finish_step(step, *step_results(step, 5))
     assert s.counters.prefix_hits == 28 and seen == {"a": prompt, "b": prompt}
 
 
@@ -207,7 +208,7 @@ def test_a_worker_drops_the_state_of_a_slot_when_it_is_told_that_the_request_lef
     s.add(Request("c", [9], SamplingParams()))
     step = s.next_step()
     assert step.released == ()
-    _, c = worker.update(step)
+    c, _ = worker.update(step)
     assert c.request_id == "c" and c.counts is None and set(worker.states) == {0, 1}
 
 
