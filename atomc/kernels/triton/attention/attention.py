@@ -228,6 +228,9 @@ def _attend(
     s, start, end, length, first_tile, end_tile = tokens_of(
         tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q, BY_SEQUENCE
     )
+    if not BY_SEQUENCE:  # noqa: SIM102  only one of them is known to the compiler
+        if first_tile >= end - start:
+            return
 
     if SOFTCAP:
         inner *= scale_of_numbers(k_scale, CODES)
@@ -255,6 +258,8 @@ def _attend(
             lowest_position = length - 1
             position = tl.full([BLOCK_M], 0, tl.int32) + lowest_position
             last = length
+        if not BY_SEQUENCE:
+            last = tl.where(first_token < num_new, last, 0)
         if SPLIT:
             chunk = tl.maximum(tl.cdiv(tl.cdiv(last - first, tl.num_programs(2)), 16) * 16, BLOCK_N)
             first += split * chunk

@@ -19,9 +19,8 @@ def tokens_of(
     BY_SEQUENCE: constexpr = False,
 ):
     """The number of the sequence that has this tile of BLOCK_Q tokens, its first row, its end, its
-    length, and the first of its new tokens in this tile and their end, which is not after the first
-    in a tile without tokens. With BY_SEQUENCE, `tile` is the number of a sequence, and has all of
-    its new tokens.
+    length, and the first of its new tokens in this tile and their end, which may be beyond the last
+    one. With BY_SEQUENCE, `tile` is the number of a sequence, and has all of its new tokens.
     """
     if BY_SEQUENCE:
         start = tl.load(query_start + tile)
@@ -33,7 +32,7 @@ def tokens_of(
             tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q
         )
         first = (tile - start // BLOCK_Q - s) * BLOCK_Q
-        return s, start, end, length, first, tl.minimum(first + BLOCK_Q, end - start)
+        return s, start, end, length, first, first + BLOCK_Q
 
 
 @triton.jit
@@ -48,18 +47,22 @@ def _searched(tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q: con
     Sequence s has the tiles from query_start[s] // BLOCK_Q + s on, which is enough for its rows.
     """
     SEARCH: constexpr = 128
-    # Sums once, not in each round: most tiles of a captured step that is padded to 1,024 sequences
-    # have no tokens, and end after this.
-    earlier = tl.zeros([SEARCH], tl.int32)
+    # Sums over all rounds at once: most tiles of a captured step that is padded to 1,024 sequences
+    # have no tokens. The values are summed, too, without a second, dependent load.
+    zeros = tl.zeros([SEARCH], tl.int32)
+    owners, owned_starts, owned_ends, owned_lengths = zeros, zeros, zeros, zeros
     for lowest in range(0, num_sequences + 1, SEARCH):
         each = lowest + tl.arange(0, SEARCH)
         starts = tl.load(query_start + each, mask=each <= num_sequences, other=num_rows)
-        earlier += ((each <= num_sequences) & (starts // BLOCK_Q + each <= tile)).to(tl.int32)
-    s = tl.sum(earlier) - 1
-    start = tl.load(query_start + s)
-    end = tl.load(query_start + s + 1, mask=s < num_sequences, other=num_rows)
-    length = tl.load(seq_lens + s, mask=s < num_sequences, other=0)
-    return s, start, end, length
+        ends = tl.load(query_start + each + 1, mask=each < num_sequences, other=num_rows)
+        lengths = tl.load(seq_lens + each, mask=each < num_sequences, other=0)
+        # True for exactly one sequence.
+        owns = (starts // BLOCK_Q + each <= tile) & (tile <= ends // BLOCK_Q + each)
+        owners += tl.where(owns, each, 0)
+        owned_starts += tl.where(owns, starts, 0)
+        owned_ends += tl.where(owns, ends, 0)
+        owned_lengths += tl.where(owns, lengths, 0)
+    return tl.sum(owners), tl.sum(owned_starts), tl.sum(owned_ends), tl.sum(owned_lengths)
 
 
 @triton.jit

@@ -247,6 +247,8 @@ def _attend_latent(
         # The keys that any row sees, and this program's split of them.
         lowest_position = length - num_new + first_token
         last = length - num_new + tl.minimum(first_token + BLOCK_Q, num_new)
+        if not BY_SEQUENCE:
+            last = tl.where(first_token < num_new, last, 0)
         first = 0
         if lse_ptr is not None:
             chunk = tl.maximum(tl.cdiv(tl.cdiv(last, tl.num_programs(2)), 16) * 16, BLOCK_N)
