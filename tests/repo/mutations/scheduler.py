@@ -79,7 +79,12 @@ BUGS = [
         "        if True:\n",
         f"{DATA_PARALLEL} -k choices",
     ),
-    bug("data_parallel", "                start = end\n", "", f"{DATA_PARALLEL} -k random"),
+    bug(
+        "data_parallel",
+        "list(islice(of_rows, part.num_decoding))",
+        "list(decoded[: part.num_decoding])",
+        f"{DATA_PARALLEL} -k random",
+    ),
     bug(
         "data_parallel",
         "(waiting := len(self.waiting))",
@@ -177,14 +182,14 @@ BUGS = [
     ),
     bug(
         "scheduler",
-        "None if failed else request, chunk.end",
-        "request, chunk.end",
+        "row, None if failed else request, end, admission",
+        "row, request, end, admission",
         f"{SNAPSHOTS} -k 'fails_in_a_step'",
     ),
     bug(
         "scheduler",
-        "                self.snapshots.drop(chunk.snapshot)\n",
-        "                pass\n",
+        "            self.snapshots.drop(row)\n",
+        "            pass\n",
         f"{SNAPSHOTS} -k 'step_that_is_undone'",
     ),
     bug(
@@ -265,14 +270,14 @@ BUGS = [
     ),
     bug(
         "step",
-        "part.released, size=self.padded_size)",
-        "part.released)",
+        "self.parts[rank]._replace(size=self.padded_size)",
+        "self.parts[rank]",
         f"{DATA_PARALLEL} -k 'pad or empty'",
     ),
     bug(
         "step",
-        "slice(first, first + counts[rank])",
-        "slice(0, counts[rank])",
+        "slice(first, first + self.parts[rank].num_samples)",
+        "slice(0, self.parts[rank].num_samples)",
         f"{DATA_PARALLEL} -k mask",
     ),
     bug(
