@@ -557,6 +557,26 @@ def test_a_snapshot_that_is_due_takes_the_place_of_a_draft():
     assert advance(s, [7, 7, 7]) == [("a", 16, 3, None, 3, None)]
 
 
+def test_decode_rows_take_snapshots_too():
+    s = scheduled(snapshots=1, interval=4)
+    s.add(a := Request("a", [1, 2, 3], SamplingParams(max_tokens=20)))
+    steps = [s.next_step(), s.next_step()]  # the second computes the fourth token
+    assert steps[1].decoding.starts == (3,) and steps[1].snapshots == ((0, 3),)
+    s.undo_step(steps.pop())
+    s.check()
+    assert a in s.waiting  # its state may be that of the step
+    s.finish_step(steps.pop(), [[9]])
+    steps = [s.next_step(), s.next_step()]
+    assert [step.snapshots for step in steps] == [((0, 3),), ()]
+    s.finish_step(steps.pop(0), [[9]])
+    steps += [s.next_step() for _ in range(3)]  # the last one computes the eighth token
+    assert steps[-1].snapshots == ((0, 3),) and s.snapshots.num_cached == 0  # the only row
+    for step in steps:
+        s.finish_step(step, [], [9])
+        s.check()
+    assert s.snapshots.num_cached == 1 and a.moving_snapshot == a.keys[1]
+
+
 def test_a_request_that_fails_in_a_step_leaves_no_snapshot():
     s = scheduled()
     s.add(Request("a", list(range(10))))
