@@ -587,7 +587,7 @@ def decided(s, prompt_limit):
 
     def most(r):
         is_stream = r.pending <= (chunks.MOST_OF_STREAM if r.num_new else 1)
-        return min(r.pending + len(r.draft), budget if is_stream else max(min(budget, prompts), 0))
+        return budget if is_stream else max(min(budget, prompts), 0)
 
     def compute(r, count):
         nonlocal budget, prompts
@@ -607,16 +607,18 @@ def decided(s, prompt_limit):
         if not budget or r.slot is None:
             break
         is_over = r.num_in_flight and (r.draft or not r.room)
-        if not is_over and (count := most(r)) and s._reserve(r, r.computed + count):
+        count = 0 if is_over else min(r.pending + len(r.draft), most(r))
+        if count and s._reserve(r, r.computed + count):
             compute(r, count)
     for r in list(s.waiting) if s.counters.preemptions == num_preempted else ():
         if not budget or prompts <= 0 or not s.queues.has_slot:
             break
         if r.num_in_flight or s.prefixes.must_wait(r):
             continue
-        if not s._admit(r, min(budget, most(r))):
+        limit = most(r)  # before a cached prefix makes a short stream of it
+        if not s._admit(r, limit):
             break
-        compute(r, most(r))
+        compute(r, min(r.pending, limit))
     return computed
 
 
