@@ -407,8 +407,9 @@ def _i64(values: Sequence[int]) -> Array:
 
 
 def _fill(to: Array, values: Array, size: int, padding: int) -> None:
-    to[: len(values)] = values
-    to[len(values) : size] = padding
+    count = len(values)
+    to[:count] = values
+    to[count:size] = padding
 
 
 def _position_rows(positions: Rows, rows: int) -> Rows:

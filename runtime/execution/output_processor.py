@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atomc.parallel.vocab import LogitsOfRank
 from atomc.runtime.execution.executor import Result, StepResults
-from atomc.runtime.execution.slots import SlotState, sample_specs
+from atomc.runtime.execution.slots import SlotState, sample_specs, samples
 from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.requests.request_errors import RequestError, RequestFailed, is_recoverable
 from atomc.runtime.requests.sample_spec import SampleSpec
@@ -19,7 +19,7 @@ from atomc.runtime.sampling.pack_to_device import pack_to_device
 from atomc.runtime.sampling.row_logprobs import Logprobs, LogprobsRow, logprobs
 from atomc.runtime.sampling.sampler import Sampled, Sampler
 from atomc.runtime.scheduling.speculative import accepted
-from atomc.runtime.scheduling.step import Admission, Chunk, ScheduledStep
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
 
 @dataclass
@@ -53,13 +53,11 @@ class StepOutputs:
             row += chunk.num_samples
         results.decoded = arrived.tokens[row:]
         if arrived.logprobs or not arrived.is_finite:
-            states = self.states[len(results.chunks) :]
-            for state, start in zip(states, self.step.decoding.starts, strict=True):
-                logprobs = state.run(
-                    "reading its results", arrived.checked_logprobs, state, row, 1, start + 1
-                )
-                results.of_rows |= {state.request_id: Result(logprobs=logprobs)} if logprobs else {}
-                row += 1
+            of_rows = samples(self.step, self.states)[len(results.chunks) :]
+            for i, (state, count, end, _) in enumerate(of_rows, row):
+                read = arrived.checked_logprobs
+                if logprobs := state.run("reading its results", read, state, i, count, end):
+                    results.of_rows[state.request_id] = Result(logprobs=logprobs)
         results.errors = {
             state.request_id: state.error for state in self.states if state.error is not None
         }
@@ -202,7 +200,7 @@ class OutputProcessor:
         if not drawing:
             outputs.sent = self.host_copier.send(*tables)
             return None
-        if len(drawing) < len(logits):
+        if len(drawing) < logits.shape[0]:
             logits = logits[torch.tensor(drawing, device=logits.device)]
         if self._apart is not None and only_largest:
             outputs.sampled = Sampled(*self._apart.largest(logits))
@@ -229,18 +227,17 @@ class OutputProcessor:
         """Sample; if that raises, fail the requests that cause it and repeat."""
         step, states = outputs.step, outputs.states
         try:
-            sampled = _sampled(step, states)
-            # Without drafts.
-            if (
-                len(sampled) == len(logits)
-                and mask is None
-                and all([request.params.is_plain for request, _ in sampled])
-            ):
+            plain = [
+                (state.request, end)
+                for state, count, end, _ in samples(step, states)
+                if count == 1 and state.request.params.is_plain
+            ]
+            if len(plain) == logits.shape[0] and mask is None:
                 return self.sampler.draw(
                     logits,
-                    [request.params for request, _ in sampled],
-                    [request.seed for request, _ in sampled],
-                    [end - request.num_prompt for request, end in sampled],
+                    [request.params for request, _ in plain],
+                    [request.seed for request, _ in plain],
+                    [end - request.num_prompt for request, end in plain],
                 )
             return self.sampler(logits, sample_specs(step, states), mask=mask)
         except BaseException as error:  # a panic in Rust is no Exception
@@ -256,16 +253,15 @@ class OutputProcessor:
         of several do.
         """
         failed: list[tuple[SlotState, BaseException]] = []
-        step, start, num_requests = outputs.step, 0, 0
-        specs = sample_specs(step, outputs.states)
-        counts = [chunk.num_samples for chunk in step.chunks] + [1] * step.num_decoding
-        for count, state in zip(counts, outputs.states, strict=True):
+        start, num_requests = 0, 0
+        for state, count, end, draft in samples(outputs.step, outputs.states):
             rows = slice(start, start := start + count)
             num_requests += count > 0
             try:
                 if count:
+                    specs = state.specs(count, end, draft)
                     self.sampler.sample(
-                        logits[rows], specs[rows], mask=None if mask is None else mask[rows]
+                        logits[rows], specs, mask=None if mask is None else mask[rows]
                     )
             except BaseException as its:  # as in _sample
                 if not is_recoverable(its):
@@ -291,20 +287,12 @@ class OutputProcessor:
             outputs.sent = self.host_copier.send(torch.stack([*outputs.pooled.values()]))
 
 
-def _sampled(step: ScheduledStep, states: Sequence[SlotState]) -> list[tuple[Admission, int]]:
-    """The requests of which tokens are sampled, and their number of tokens before."""
-    chunks = zip(step.chunks, states, strict=False)
-    rows = zip(states[len(step.chunks) :], step.decoding.starts, strict=True)
-    sampled = [(state.request, chunk.end) for chunk, state in chunks if chunk.num_samples]
-    return sampled + [(state.request, start + 1) for state, start in rows]
-
-
 def _only_largest(outputs: StepOutputs) -> bool:
     """Whether only the largest logits of the step are read. Equal on all ranks: it does not depend
     on what failed.
     """
-    sampled = _sampled(outputs.step, outputs.states)
-    return all([request.params.only_largest for request, _ in sampled]) and not any(
+    sampled = [state for state, count, *_ in samples(outputs.step, outputs.states) if count]
+    return all([state.request.params.only_largest for state in sampled]) and not any(
         [chunk.scored for chunk in outputs.step.chunks]
     )
 

@@ -17,7 +17,7 @@ from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.sequence_states import SequenceStates
 from atomc.runtime.execution.variants import VARIANTS
 from atomc.runtime.scheduling.state_rows import StateRows
-from atomc.runtime.scheduling.step import ScheduledStep
+from atomc.runtime.scheduling.step import ScheduledStep, StepSize
 
 SPARE_SEQUENCES = 8  # used by the shapes of mixed steps, see graphs.step_shapes
 
@@ -236,7 +236,7 @@ class Runner:
         else:
             reason = "more rows than any graph"
         self.steps[f"eager: {reason}{variant.label}"] += 1
-        return self._eager(variant.program, step, num_rows)
+        return self._eager(variant.program, step, size, num_rows)
 
     def _replay(self, graphs: StepGraphs, step: ScheduledStep, shape: StepShape) -> Tensor:
         self.rows += step.num_tokens
@@ -283,10 +283,12 @@ class Runner:
         program = self.programs.hidden
         assert program is not None, "prepare_pooling was not called"
         self.steps["eager: hidden states"] += 1
-        return self._staged(step, lambda part: self._eager(program, part, num_rows=0))
+        return self._staged(step, lambda part: self._eager(program, part, part.padded_size, 0))
 
-    def _eager(self, program: Program, step: ScheduledStep, num_rows: int) -> Tensor:
-        rows, sequences, wanted, longest, _ = step.padded_size
+    def _eager(
+        self, program: Program, step: ScheduledStep, size: StepSize, num_rows: int
+    ) -> Tensor:
+        rows, sequences, wanted, longest, _ = size
         num_rows = max(num_rows, rows)
         if program.repeats:
             shape = smallest_shape(self.shapes, num_rows, sequences, wanted, longest)

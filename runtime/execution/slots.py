@@ -98,13 +98,19 @@ class Slots:
         return state
 
 
+def samples(
+    step: ScheduledStep, states: Sequence[SlotState]
+) -> list[tuple[SlotState, int, int, tuple[int, ...]]]:
+    """For each chunk, then for each decode row: its state, and arguments of `SlotState.specs`."""
+    chunks = zip(states, step.chunks, strict=False)
+    rows = zip(states[len(step.chunks) :], step.decoding.starts, strict=True)
+    return [
+        *[(state, chunk.num_samples, chunk.end, chunk.draft) for state, chunk in chunks],
+        *[(state, 1, start + 1, ()) for state, start in rows],
+    ]
+
+
 def sample_specs(step: ScheduledStep, states: Sequence[SlotState]) -> list[SampleSpec]:
     """One for each token that the step samples, in the order of its rows."""
-    specs = [
-        spec
-        for chunk, state in zip(step.chunks, states, strict=False)
-        for spec in state.specs(chunk.num_samples, chunk.end, chunk.draft)
-    ]
-    for state, start in zip(states[len(step.chunks) :], step.decoding.starts, strict=True):
-        specs += state.specs(1, start + 1)
-    return specs
+    of_states = samples(step, states)
+    return [spec for state, n, end, draft in of_states for spec in state.specs(n, end, draft)]

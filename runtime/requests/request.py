@@ -232,17 +232,6 @@ class Request:
         if token in self.last_ids and token not in self._eos_ids:
             self.stop_reason = token
 
-    def output(self, tokens: tuple[int, ...]) -> "Output":
-        """The output with these tokens, which are its last ones."""
-        return Output(
-            self.id,
-            tokens,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            num_cached=self.num_cached,
-            queue_seconds=self.queue_seconds,
-        )
-
 
 def siblings(request: Request) -> list[Request]:
     """params.n requests with the same prompt, the ids "id/0", "id/1", ..., and consecutive

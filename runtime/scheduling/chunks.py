@@ -5,7 +5,7 @@ the step that chunks and decode rows make up, until it is finished.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from atomc.runtime.requests.request import Output, Request, overlapping
+from atomc.runtime.requests.request import Request, overlapping
 from atomc.runtime.scheduling.blocks import BlockPool, NewBlocks
 from atomc.runtime.scheduling.prefix_sharing import PrefixSharing
 from atomc.runtime.scheduling.speculative import ForcedAcceptance
@@ -94,9 +94,8 @@ class Chunks:
 
     def finish(
         self, request: Request, chunk: Chunk, admission: int, new: Sequence[int]
-    ) -> Output | None:
-        """The Output of a request after its chunk, with finish_reason if it has ended; None without
-        new tokens.
+    ) -> tuple[int, ...] | None:
+        """The new tokens of a request after its chunk; None without any, unless it has ended.
 
         admission   num_admissions of the request when the step was scheduled
         new         the tokens that were sampled
@@ -113,7 +112,7 @@ class Chunks:
         ended = request.finish_reason is not None
         if not ended and len(request.tokens) == num_known:
             return None
-        return request.output(tuple(request.tokens[num_known:]))
+        return tuple(request.tokens[num_known:])
 
     def cache_and_trim(self, request: Request, computed: int) -> None:
         """Share the full blocks of a request, and release those outside its windows, when so many

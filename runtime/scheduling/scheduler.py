@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from atomc.runtime.requests.request import FinishReason, Output, Request
 from atomc.runtime.requests.request_errors import RequestErrors
@@ -229,14 +229,24 @@ class Scheduler:
             f"{len(tokens)} token lists and {len(decoded)} tokens, expected "
             f"{len(step.chunks)} and {step.num_decoding}"
         )
-        outputs = self._finish_entries(in_flight.entries, iter(tokens), decoded)
+        finished = self._finish_entries(in_flight.entries, tokens, decoded)
         for (_, row), request, end, admission in in_flight.snapshots:
             assert self.snapshots is not None
             failed = request.id in self.request_errors.failed
             self.counters.snapshots += self.snapshots.finish(
                 row, None if failed else request, end, admission
             )
-        return outputs
+        return [
+            Output(
+                request.id,
+                new,
+                finish_reason=request.finish_reason,
+                stop_reason=request.stop_reason,
+                num_cached=request.num_cached,
+                queue_seconds=request.queue_seconds,
+            )
+            for request, new in finished
+        ]
 
     def undo_step(self, step: ScheduledStep) -> None:
         """Revert the last scheduled step, which failed before or while it ran."""
@@ -521,21 +531,19 @@ class Scheduler:
         self.prefixes.stop(request)
 
     def _finish_entries(
-        self,
-        entries: Iterable[Entry],
-        of_chunks: Iterator[Sequence[int]],
-        of_rows: Sequence[int],
-    ) -> list[Output]:
-        """Outputs of what a step has computed, with the tokens of its chunks and of its decode
-        rows. Few calls for a row, because there is one for every token.
+        self, entries: Sequence[Entry], tokens: Sequence[Sequence[int]], decoded: Sequence[int]
+    ) -> list[tuple[Request, tuple[int, ...]]]:
+        """Requests with their new tokens. Few calls for a row, because there is one for every
+        token.
         """
-        outputs, block_size, borders = [], self.pool.block_size, self.pool.borders
-        num_rows = 0
-        for request, admission, start, chunk in entries:
+        finished, block_size, borders = [], self.pool.block_size, self.pool.borders
+        num_rows = 0  # of the entries so far
+        for number, (request, admission, start, chunk) in enumerate(entries):
             if chunk is not None:
-                outputs += self._finish_chunk(request, chunk, admission, next(of_chunks))
+                new = self._finish_chunk(request, chunk, admission, tokens[number - num_rows])
+                finished += [(request, new)] if new is not None else []
                 continue
-            token = of_rows[num_rows]
+            token = decoded[num_rows]
             num_rows += 1
             if request.finish_reason is not None:
                 continue
@@ -548,22 +556,23 @@ class Scheduler:
                     self.chunks.cache_and_trim(request, start + 1)
                 if request.finish_reason is not None:
                     self._remove(request)
-                outputs.append(request.output((token,)))
+                finished.append((request, (token,)))
                 self.counters.generated_tokens += 1
             except BaseException as error:  # as in RequestErrors.run
                 self.request_errors.fail(request.id, "appending its new tokens", error)
-        return outputs
+        return finished
 
     def _finish_chunk(
         self, request: Request, chunk: Chunk, admission: int, new: Sequence[int]
-    ) -> list[Output]:
-        def finish() -> Output | None:
-            output = self.chunks.finish(request, chunk, admission, new)
+    ) -> tuple[int, ...] | None:
+        """As Chunks.finish; None for a request that has ended before."""
+
+        def finish() -> tuple[int, ...] | None:
+            added = self.chunks.finish(request, chunk, admission, new)
             if request.finish_reason is not None:
                 self._remove(request)
-            return output
+            return added
 
         if request.finish_reason is not None:
-            return []
-        output = self.request_errors.run(request.id, "appending its new tokens", finish)
-        return [output] if output is not None else []
+            return None
+        return self.request_errors.run(request.id, "appending its new tokens", finish)

@@ -190,13 +190,10 @@ class ScheduledStep(NamedTuple):
         if self.parts:
             sizes = [part.padded_size for part in self.parts]
             return StepSize(*map(max, zip(*sizes, strict=True)))
-        return StepSize(
-            self.num_tokens,
-            len(self.chunks) + self.num_decoding,
-            self.num_output_rows,
-            max([chunk.num_tokens for chunk in self.chunks], default=min(self.num_decoding, 1)),
-            self.pooled,
-        )
+        counts, rows = [chunk.num_tokens for chunk in self.chunks], self.num_decoding
+        longest = max(counts, default=min(rows, 1))
+        sequences = len(counts) + rows
+        return StepSize(sum(counts) + rows, sequences, self.num_output_rows, longest, self.pooled)
 
     def sample_rows(self, rank: int) -> slice:
         """The rows of the tokens that a data-parallel rank samples, among those of all."""

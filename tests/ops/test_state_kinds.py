@@ -46,7 +46,6 @@ from atomc.runtime.execution.capacity import Capacity, capacity
 from atomc.runtime.execution.output_processor import OutputProcessor
 from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.runner import Runner
-from atomc.runtime.requests.request import Request
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.scheduling.state_rows import StateRows
 from atomc.runtime.scheduling.step import Chunk, ScheduledStep
@@ -213,20 +212,15 @@ def test_a_step_that_failed_while_tokens_were_drawn_advances_no_state_twice(serv
     assert len(errors) > 2 and found == [alone(kind, prompt, 8) for prompt in prompts]
 
 
-def test_a_request_that_fails_alone_leaves_the_state_of_others(served, monkeypatch):
+def test_a_request_that_fails_alone_leaves_the_state_of_others(served):
     kind, engine = served
-    prompts, original = prompts_of(20, 5, 37, 3), Request.output
-
-    def broken(request, *args):
-        if request.id == "1" and request.num_new == 2:
-            raise RuntimeError("broken")
-        return original(request, *args)
-
-    monkeypatch.setattr(Request, "output", broken)
+    prompts = prompts_of(20, 5, 37, 3)
     for request in requests_of(engine, prompts):
         engine.add(request)
     found, failed = {}, []
     while engine.has_work:
+        if len(found.get("1", ())) == 2:
+            engine.request_errors.fail("1", "testing it", RuntimeError("broken"))
         for output in engine.step():
             found.setdefault(output.request_id, []).extend(output.token_ids)
             failed += [output.request_id] if output.error else []

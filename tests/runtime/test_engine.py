@@ -53,8 +53,9 @@ def alone():
     return equality.Alone(engine("contiguous", enable_prefix_caching=False))
 
 
-def test_a_decode_step_makes_few_calls_for_each_request(monkeypatch):
-    count, steps = 256, 32  # some cross a block border in each step
+@pytest.mark.parametrize(("count", "most"), [(256, 9), (64, 13)])
+def test_a_decode_step_makes_few_calls_for_each_request(count, most, monkeypatch):
+    steps = 32  # some requests cross a block border in each
     started = engine(max_num_seqs=count, max_num_batched_tokens=1024, kv_bytes=2**28)
     params = SamplingParams(max_tokens=steps + 8, ignore_eos=True)
     for i in range(count):
@@ -74,7 +75,7 @@ def test_a_decode_step_makes_few_calls_for_each_request(monkeypatch):
     for _ in range(steps):
         assert len(started.step()) == count
     calls.disable()
-    assert sum(entry.callcount for entry in calls.getstats()) <= 10 * steps * count
+    assert sum(entry.callcount for entry in calls.getstats()) <= most * steps * count
 
 
 def run(engine, *requests):

@@ -81,8 +81,14 @@ BUGS = [
     ),
     bug(
         "data_parallel",
+        "list(islice(of_chunks, len(part.chunks)))",
+        "list(tokens)",
+        f"{DATA_PARALLEL} -k random",
+    ),
+    bug(
+        "data_parallel",
         "list(islice(of_rows, part.num_decoding))",
-        "list(decoded[: part.num_decoding])",
+        "list(decoded)",
         f"{DATA_PARALLEL} -k random",
     ),
     bug(
@@ -182,8 +188,8 @@ BUGS = [
     ),
     bug(
         "scheduler",
-        "row, None if failed else request, end, admission",
-        "row, request, end, admission",
+        "row, None if failed else request,",
+        "row, request,",
         f"{SNAPSHOTS} -k 'fails_in_a_step'",
     ),
     bug(
@@ -191,6 +197,18 @@ BUGS = [
         "            self.snapshots.drop(row)\n",
         "            pass\n",
         f"{SNAPSHOTS} -k 'step_that_is_undone'",
+    ),
+    bug(
+        "scheduler",
+        "(start + 1) % block_size in borders and",
+        "False and",
+        f"{SCHEDULER} -k 'behind_a_window or Machine'",
+    ),
+    bug(
+        "scheduler",
+        "and request.computed < request.max_length - 1",
+        "and request.computed < request.max_length",
+        f"{SCHEDULER} -k 'before_the_tokens or Machine'",
     ),
     bug(
         "scheduler",

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from step_results import step_results
 
 from atomc.runtime.execution.slots import Slots
-from atomc.runtime.requests.request import Request, siblings
+from atomc.runtime.requests.request import Output, Request, siblings
 from atomc.runtime.requests.sample_spec import uniform
 from atomc.runtime.requests.sampling_params import SamplingParams, Structured
 from atomc.runtime.sampling.token_counts import TokenCounts
@@ -632,10 +632,14 @@ def outputs_of(s, tokens):
             continue
         chunk = chunk or Chunk(r.id, 0, (0,), start, (), num_samples=1)
         new = tokens[r.id] if chunk.num_samples else ()
-        outputs.append(s.chunks.finish(r, chunk, admission, new))
+        added = s.chunks.finish(r, chunk, admission, new)
         if r.finish_reason is not None:
             s._remove(r)
-    return [output for output in outputs if output is not None]
+        if added is not None:
+            ended = dict(finish_reason=r.finish_reason, stop_reason=r.stop_reason)
+            queued = dict(num_cached=r.num_cached, queue_seconds=r.queue_seconds)
+            outputs.append(Output(r.id, added, **ended, **queued))
+    return outputs
 
 
 def state_of(s):
