@@ -52,9 +52,11 @@ def load(provider: str) -> str | None:
     return None
 
 
+@functools.cache
 def load_module(name: str) -> ModuleType:
-    """One module of a provider by its full name, imported if it was not: programs of the cache need
-    no others. Raises what its import raises.
+    """A module by its full name. If Triton is imported after that, its cache is in a trusted
+    folder; looked at once, because sampling loads its kernel here in each step. Raises what the
+    import raises.
     """
     module = importlib.import_module(name)
     if triton := sys.modules.get("triton"):

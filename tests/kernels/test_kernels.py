@@ -409,6 +409,18 @@ def test_kernels_are_asked_in_the_order_of_modules(provider: str) -> None:
         assert order == sorted(order), op.name
 
 
+def test_the_folder_of_tritons_cache_is_looked_at_once_a_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    looked: list[str] = []
+    monkeypatch.setattr(kernels, "_use_trusted_folder", lambda triton: looked.append("triton"))
+    kernels.load_module.cache_clear()
+    for _ in range(3):  # as steps that sample
+        kernels.load_module("atomc.kernels.triton.inverse_transform")
+    assert looked == ["triton"]
+
+
 def test_a_provider_without_a_folder_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "PROVIDERS", ("future",))
     assert kernels.load("future") == "provider 'future' is not built in this version"
