@@ -35,11 +35,8 @@ def __getattr__(name: str) -> Any:
     """Resolve public names on first use, so that `import atomc` stays light (PEP 562)."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'atomc' has no attribute {name!r}")
-    from atomc.runtime.processes.garbage_collection import gc_disabled
-
     module = _PUBLIC[name]
-    with gc_disabled():
-        imported = importlib.import_module(module or f"atomc.{name}")
+    imported = importlib.import_module(module or f"atomc.{name}")
     member = getattr(imported, name) if module else imported
     globals()[name] = member
     return member
