@@ -258,8 +258,6 @@ def _attend(
             lowest_position = length - 1
             position = tl.full([BLOCK_M], 0, tl.int32) + lowest_position
             last = length
-        if not BY_SEQUENCE:
-            last = tl.where(first_token < num_new, last, 0)
         if SPLIT:
             chunk = tl.maximum(tl.cdiv(tl.cdiv(last - first, tl.num_programs(2)), 16) * 16, BLOCK_N)
             first += split * chunk
