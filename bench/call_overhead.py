@@ -211,7 +211,7 @@ def measure(name: str, workload: str, mode: str, layers: int, rounds: int) -> di
             start = time.perf_counter()
             try:
                 results[way] = call().float()
-            except Exception as error:
+            except Exception as error:  # of a compiler: the row says which one failed
                 sys.exit(f"{way}: {type(error).__name__}: {' '.join(str(error).split())[:400]}")
             torch.cuda.synchronize()
             row["first"][way] = time.perf_counter() - start

@@ -101,5 +101,5 @@ class CacheLookup:
 
 def _provider_found(data: ProgramData) -> str | None:
     """The first provider that was missing and can be imported now, as a reason to compile again."""
-    found = (name for name in data["missing"] if kernels.load(name) is None)
-    return next((f"provider {name} can be imported now" for name in found), None)
+    importable = (name for name in data["missing"] if kernels.load(name) is None)
+    return next((f"provider {name} can be imported now" for name in importable), None)

@@ -30,8 +30,8 @@ def providers_of(options: Options) -> tuple[str, ...]:
 
 def missing(options: Options) -> dict[str, str]:
     """Those of ours that have no kernels here, and why."""
-    ours = [name for name in providers_of(options) if name in (*PROVIDERS, INVARIANT)]
-    return {name: why for name in ours if (why := load(name)) is not None}
+    shipped = [name for name in providers_of(options) if name in (*PROVIDERS, INVARIANT)]
+    return {name: why for name in shipped if (why := load(name)) is not None}
 
 
 @functools.cache
@@ -69,8 +69,10 @@ def _restore_order(modules: Sequence[str]) -> None:
     number = {name: i for i, name in enumerate(modules)}
     for op in REGISTRY.values():
         places = [i for i, kernel in enumerate(op.kernels) if kernel.function.__module__ in number]
-        ours = sorted((op.kernels[i] for i in places), key=lambda x: number[x.function.__module__])
-        for i, kernel in zip(places, ours, strict=True):
+        in_order = sorted(
+            [op.kernels[i] for i in places], key=lambda x: number[x.function.__module__]
+        )
+        for i, kernel in zip(places, in_order, strict=True):
             op.kernels[i] = kernel
 
 

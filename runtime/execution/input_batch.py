@@ -160,10 +160,10 @@ class InputBatch:
             self._write_image_masks(chunks, to, rows, bounds)
         if self.lora is not None:
             _fill(to["lora_rows"], np.repeat(self.lora.adapters(slots), counts), rows, -1)
-        known = [*chain.from_iterable([chunk.tokens for chunk in chunks])]
-        _fill(to["tokens"], _i64(known), rows, 0)
+        tokens = [*chain.from_iterable([chunk.tokens for chunk in chunks])]
+        _fill(to["tokens"], _i64(tokens), rows, 0)
         to["sources"][:rows] = np.arange(rows)
-        to["sources"][len(known) : T] = self.rows + slots[len(chunks) :]
+        to["sources"][len(tokens) : T] = self.rows + slots[len(chunks) :]
         num_samples = _i64([chunk.num_samples for chunk in chunks] + ones)
         to["sample_slots"][: num_samples.sum()] = np.repeat(slots, num_samples)
 

@@ -357,7 +357,7 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
     assert [value.dtype for value in tensors[:5]] == [i64, i64, i32, i32, i64]
     assert [value.dtype for value in (*tensors.groups[0], tensors.state_slots)] == [i64, i32, i64]
 
-    # The next step reads what this one drew, and knows the blocks that it was told of.
+    # The next step computes the token that this one samples, in the blocks of earlier steps.
     input_batch.keep_tokens(torch.tensor([70, 60]))
     step = ScheduledStep((), decoding=DecodeRows((3, 2), (9, 5)))
     tensors = input_batch.step(input_batch.write(step, StepShape(4, 3, 3, 5)))

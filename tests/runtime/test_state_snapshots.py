@@ -399,8 +399,8 @@ def scheduled(snapshots=2, drafts=False, max_num_batched_tokens=64, **config):
 def advance(s, *tokens):
     """One step: (request, start, new tokens, state_from, state_kept, snapshot) of each chunk."""
     step = s.next_step()
-    given, snapshots = iter(tokens), dict(step.snapshots)
-    s.finish_step(step, [next(given, [9]) if x.num_samples else () for x in step.chunks])
+    sampled, snapshots = iter(tokens), dict(step.snapshots)
+    s.finish_step(step, [next(sampled, [9]) if x.num_samples else () for x in step.chunks])
     s.check()
     return [
         (x.request_id, x.start, x.num_tokens, x.state_from, x.state_kept, snapshots.get(x.slot))
