@@ -45,7 +45,8 @@ def load(provider: str) -> str | None:
     try:
         modules = [f"{package}.{name}" for name in importlib.import_module(package).MODULES]
         for module in modules:
-            load_module(module)
+            importlib.import_module(module)
+        _use_trusted_folder()
     except Exception as error:  # a vendor's library can raise anything, such as OSError for a .so
         return f"provider {provider!r} cannot be imported: {type(error).__name__}: {error}"
     _restore_order(modules)
@@ -59,8 +60,7 @@ def load_module(name: str) -> ModuleType:
     import raises.
     """
     module = importlib.import_module(name)
-    if triton := sys.modules.get("triton"):
-        _use_trusted_folder(triton)
+    _use_trusted_folder()
     return module
 
 
@@ -76,8 +76,12 @@ def _restore_order(modules: Sequence[str]) -> None:
             op.kernels[i] = kernel
 
 
-def _use_trusted_folder(triton: ModuleType) -> None:
-    """Triton loads libraries from its cache: one that other users may write is replaced."""
+def _use_trusted_folder() -> None:
+    """Triton, if it is imported, loads libraries from its cache: one that other users may write is
+    replaced.
+    """
+    if (triton := sys.modules.get("triton")) is None:
+        return
     folder = triton.knobs.cache.dir
     trusted = str(trusted_folder(Path(folder), "triton"))
     if trusted != folder:

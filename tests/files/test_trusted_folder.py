@@ -225,3 +225,7 @@ def test_triton_loads_nothing_of_others(tmp_path, of_stranger, ours, monkeypatch
     of_stranger(folder)
     kernels.load.__wrapped__("triton")
     assert triton.knobs.cache.dir == str(ours / "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    kernels.load_module.cache_clear()
+    kernels.load_module("atomc.kernels.triton.inverse_transform")  # all that a warm start imports
+    assert triton.knobs.cache.dir == str(ours / "triton")

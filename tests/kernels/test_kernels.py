@@ -414,7 +414,7 @@ def test_the_folder_of_tritons_cache_is_looked_at_once_a_module(
 ) -> None:
     pytest.importorskip("triton")
     looked: list[str] = []
-    monkeypatch.setattr(kernels, "_use_trusted_folder", lambda triton: looked.append("triton"))
+    monkeypatch.setattr(kernels, "_use_trusted_folder", lambda: looked.append("triton"))
     kernels.load_module.cache_clear()
     for _ in range(3):  # as steps that sample
         kernels.load_module("atomc.kernels.triton.inverse_transform")
