@@ -25,12 +25,10 @@ from atomc.rewriting.matching.pattern import Difference
 from atomc.rewriting.rewrite import Fired
 from atomc.torch_compat.core import is_transformed
 
-# Each of these functions has several names in torch.fx.
-LINEAR = (F.linear, torch._C._nn.linear)
+# Functions that have several names in torch.fx.
 RMS_NORM = (F.rms_norm, torch.rms_norm)
 LAYER_NORM = (F.layer_norm, torch.layer_norm)
 CONVOLUTIONS = (F.conv2d, F.conv3d, torch.conv2d, torch.conv3d)
-SDPA = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 
 
 def lift(gm: GraphModule, context: Context) -> Outcome:
@@ -260,11 +258,11 @@ def _already(graph: Graph, node: Node) -> Lifted:
 
 
 _LIFTERS: dict[Target, tuple[ops.Op, Callable[[Graph, Node], Lifted]]] = {
-    **dict.fromkeys(LINEAR, (ops.linear, _linear)),
+    F.linear: (ops.linear, _linear),
     **dict.fromkeys((F.embedding, torch.embedding), (ops.embedding, _embedding)),
     **dict.fromkeys(RMS_NORM, (ops.rms_norm, _rms_norm)),
     **dict.fromkeys(LAYER_NORM, (ops.layer_norm, _layer_norm)),
-    **dict.fromkeys(SDPA, (ops.attention, _sdpa)),
+    F.scaled_dot_product_attention: (ops.attention, _sdpa),
     **dict.fromkeys(CONVOLUTIONS, (ops.linear, _patch)),
     **{op.overload: (op, _already) for op in ops.REGISTRY.values()},
 }

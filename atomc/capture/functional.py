@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from atomc.capture.attention_lengths import guard_attention_lengths
 from atomc.capture.floats import restore_float_constants
 from atomc.capture.inline_regions import CannotInline, TracedRegions, inline, regions_of
 from atomc.capture.outline import outline
@@ -66,6 +67,7 @@ def dynamo_graph(
     """
     check_sharing(gm, example_inputs)
     copy = editable_copy(gm)
+    guard_attention_lengths(copy)
     if not has_no_autocast(copy):
         inline(copy)
     restore_float_constants(copy, floats)

@@ -29,7 +29,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true, sym_eq
+from torch.fx.experimental.symbolic_shapes import (
+    ShapeEnv,
+    guard_or_false,
+    statically_known_true,
+    sym_eq,
+)
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import bound_sympy
@@ -58,6 +63,7 @@ __all__ = [
     "ShapeEnv",
     "ShortenTraceback",
     "TracingError",
+    "guard_or_false",
     "make_fx",
     "statically_known_true",
     "sym_eq",

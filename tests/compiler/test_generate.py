@@ -71,6 +71,18 @@ def test_the_cache_is_written_in_place_and_never_copied(model, ids) -> None:
     assert "aten.copy_" not in final
 
 
+def test_caches_of_another_length_fuse_as_the_first_did(model, ids) -> None:
+    model.forward = torch.compile(model.forward, backend="atom", options={"glue": "eager"})
+    generated(model, ids, disable_compile=True)
+    longer = torch.cat([ids, ids.flip(1)], 1)
+    before = atomc.reports()
+    tokens = generated(model, longer, disable_compile=True)
+    decode = since(before)[-1]
+    assert decode.matches["repeat_kv"] == decode.matches["qk_norm_rope"] == 2
+    model.forward = type(model).forward.__get__(model)
+    assert torch.equal(tokens, generated(model, longer, disable_compile=True))
+
+
 @pytest.mark.skipif(
     DEVICE == "cpu", reason="transformers compiles generate by itself on a GPU only"
 )
