@@ -9,9 +9,10 @@ TPOT: a batch of prompts of --context tokens, greedy; the time of 129 new tokens
 one, by 128, median of three. bare_ms is the replay of the same decode step's CUDA graph and the
 argmax of its logits, by device events (one rank: a graph of several waits for the others).
 Throughput: --requests prompts of --prompt tokens at once, --new tokens each, all of them generated.
-host_ms is the mean time of the host for a step, waiting for the device left out. idle_share is what
-the device idles of a decode step at batch 64: the gaps between kernels in a profile of --profiled
-steps, those within a CUDA graph left out. experts_hit (--experts) is how many experts of a layer a
+host_ms is the mean time of the host for a step, waiting for the device left out. device_idle_share
+is what the device waits for the host of all steps (Stats.device_idle_share; not on a CPU).
+idle_share is what it idles of a decode step at batch 64: the gaps between kernels in a profile of
+--profiled steps, those within a CUDA graph left out. experts_hit (--experts) is how many experts of a layer a
 decode step of the batch reads, mean of 20 steps and all layers; counting adds to the times.
 """
 
@@ -180,6 +181,7 @@ def figures(args: argparse.Namespace) -> Any:
         generate(engine, given, 4)
         one = statistics.median(generate(engine, given, 1) for _ in range(3))
         engine.host_ms = 0.0
+        engine.executor.forget_counts()
         many = statistics.median(generate(engine, given, 129) for _ in range(3))
         figure = {
             "what": "tpot",
@@ -188,6 +190,7 @@ def figures(args: argparse.Namespace) -> Any:
             "tpot_ms": 1e3 * (many - one) / 128,
             "prefill_ms": 1e3 * one,
             "host_ms": engine.host_ms,
+            "device_idle_share": engine.stats().device_idle_share,
         }
         bare = bare_ms(engine, batch, 50)
         figure |= {"bare_ms": bare} if bare else {}
@@ -212,6 +215,7 @@ def figures(args: argparse.Namespace) -> Any:
             "tokens_per_s": args.requests * args.new / seconds,
             "seconds": seconds,
             "host_ms": stats.host_ms,
+            "device_idle_share": stats.device_idle_share,
             "steps": dict(stats.steps),
             "padding": stats.graph_padding / max(stats.graph_rows + stats.graph_padding, 1),
         }

@@ -541,6 +541,8 @@ class Engine:
             graph_rows=ran.graph_rows,
             graph_padding=ran.graph_padding,
             host_ms=self.host_ms,
+            device_busy=ran.device_busy,
+            device_idle=ran.device_idle,
             prompt_limit=self._prompt_limit() or self.executor.limits.max_num_batched_tokens,
             expert_load=ran.expert_load,
             no_prefix_cache=self.executor.limits.no_prefix_cache,

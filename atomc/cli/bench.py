@@ -121,7 +121,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     model, requests = asyncio.run(run())
     limit = f"{arguments.max_concurrency} at a time" if arguments.max_concurrency else "all at once"
     rate = limit if math.isinf(arguments.request_rate) else f"{arguments.request_rate:g} a second"
-    _print_results(arguments, requests, f"{model}: {len(requests)} requests, {rate}", machine={})
+    _print_results(arguments, requests, f"{model}: {len(requests)} requests, {rate}")
 
 
 # latency
@@ -155,6 +155,7 @@ def _latency(arguments: argparse.Namespace) -> None:
     batches = [samples[at : at + size] for at in range(0, len(samples), size)]
     for batch in batches[: arguments.warm_up]:
         offline.run(engine, batch, 0.0, progress=False)
+    engine.executor.forget_counts()
     began = time.perf_counter()
     requests: list[RequestTiming] = []
     for batch in batches[arguments.warm_up :]:
@@ -163,7 +164,7 @@ def _latency(arguments: argparse.Namespace) -> None:
         arguments,
         requests,
         f"{arguments.repeat} batch{'es' * (arguments.repeat != 1)} of {size}",
-        machine=_machine(engine.program.device),
+        engine,
     )
 
 
@@ -197,12 +198,7 @@ def _throughput(arguments: argparse.Namespace) -> None:
     from atomc.runtime.bench import offline
 
     requests = offline.run(engine, samples, time.perf_counter(), progress=not arguments.quiet)
-    _print_results(
-        arguments,
-        requests,
-        f"{len(samples)} prompts at once",
-        machine=_machine(engine.program.device),
-    )
+    _print_results(arguments, requests, f"{len(samples)} prompts at once", engine)
 
 
 # startup
@@ -387,16 +383,22 @@ def _print_results(
     arguments: argparse.Namespace,
     requests: "Sequence[RequestTiming]",
     title: str,
-    machine: Mapping[str, JSONLike],
+    engine: "Engine | None" = None,
 ) -> None:
-    """Print the metrics, and write --json and --plot."""
+    """Print the metrics, and write --json and --plot. engine: None if a server ran the requests."""
     from atomc.runtime.bench.metrics import format_summary, summarize
     from atomc.runtime.bench.plot import plot
 
     summary = summarize(requests)
     print(f"{title}\n{format_summary(summary)}")
-    timings = [{name: getattr(one, name) for name in SAVED_TIMINGS} for one in requests]
-    _write(arguments, {"title": title, "machine": machine, "figures": summary, "requests": timings})
+    results: dict[str, JSONLike | Summary] = {"title": title, "machine": {}, "figures": summary}
+    if engine is not None:
+        results["machine"] = _machine(engine.program.device)
+        results["device_idle_share"] = idle = engine.stats().device_idle_share
+        if idle is not None:
+            print(f"\nthe device waited for the host {idle:.1%} of the time")
+    results["requests"] = [{name: getattr(one, name) for name in SAVED_TIMINGS} for one in requests]
+    _write(arguments, results)
     if arguments.plot:
         rate = f"{summary['output_tokens_per_second']:,.0f} output tokens/s"
         plot(requests, Path(arguments.plot), f"{title}: {rate}")

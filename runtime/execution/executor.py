@@ -92,14 +92,16 @@ class StepResults:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Number of steps by kind, rows of those that ran as a CUDA graph, and tokens of each expert;
-    see Stats.
+    """Number of steps by kind, rows of those that ran as a CUDA graph, tokens of each expert, and
+    seconds of the device; see Stats.
     """
 
     steps: Mapping[str, int]
     graph_rows: int
     graph_padding: int
     expert_load: Mapping[str, Sequence[int]]
+    device_busy: float
+    device_idle: float
 
 
 class Launched(Protocol):
@@ -160,7 +162,9 @@ class Executor(Protocol):
         """Raise RankFailed if another process of the executor has failed."""
 
     def check(self) -> bool:
-        """Whether parameters of a user's module were written since the last call, by in-place
+        """Called when a request follows a time without any.
+
+        Whether parameters of a user's module were written since the last call, by in-place
         operations: autograd does not count those on `parameter.data`. Raises RunError if they were
         replaced.
         """

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from atomc.ops import GroupStep, Step
 from atomc.ops.inputs import TEXT, ModelInputs
+from atomc.runtime.execution.device_times import DeviceTimes
 from atomc.runtime.execution.lora.rows import Array, LoraRows
 from atomc.runtime.execution.rope_positions import RopePositions
 from atomc.runtime.scheduling.step import Chunk, ScheduledStep
@@ -57,6 +58,7 @@ class InputBatch:
     takes   what steps have besides tokens and positions
     merge_size   patches of an image in a row and a column for one token
     host_buffers   one for each step that may be pending, and for the next one
+    device_times   a span begins with the copy of a step
 
     row_inputs  tensors of one row per token, by the name of their field in Step. The caller writes
                 "embeddings" (ImageEncoder.place) and "hidden" (PipelineLinks.receive)
@@ -76,6 +78,7 @@ class InputBatch:
         merge_size: int = 1,
         host_buffers: int = 2,
         device: torch.device | str = "cpu",
+        device_times: DeviceTimes | None = None,
     ) -> None:
         self.drafts = drafts
         self.rows, self.sequences, self.columns = rows, sequences, columns
@@ -84,6 +87,7 @@ class InputBatch:
         self.lora = LoraRows(self.slots) if takes.lora else None
         self.block_size, self.num_groups = block_size, num_groups
         self.device = torch.device(device)
+        self.device_times = device_times or DeviceTimes(self.device)
         self.num_updates = 2 * sequences + rows // block_size + 16
         self._fields = _field_layout(*self._field_sizes(images=takes.embeddings is not None))
         size = max(end for _, _, end in self._fields.values())
@@ -175,6 +179,7 @@ class InputBatch:
         for g, table in enumerate(self._tables):
             first = table[sequence, block].astype(np.int64) * self.block_size
             _fill(to[f"slots_{g}"], first + offset, rows, -1)
+        self.device_times.begin()  # not before: the device waits while the host writes
         self._copied.copy_(self._hosts[self._turn], non_blocking=True)
         return shape
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from atomc.parallel.vocab import LogitsOfRank
+from atomc.runtime.execution.device_times import DeviceTimes
 from atomc.runtime.execution.executor import Result, StepResults
 from atomc.runtime.execution.slots import SlotState, sample_specs, samples
 from atomc.runtime.requests.request import TokenLogprobs
@@ -168,13 +169,19 @@ def _sampling_error(spec: SampleSpec, max_logit: float) -> RequestError:
 class OutputProcessor:
     """Samples tokens and pools hidden states. Errors of a single request go to its SlotState.
 
-    apart  the logits of the model are those of this rank only
+    device_times  a span begins with the sampling of a step
+    apart         the logits of the model are those of this rank only
     """
 
     def __init__(
-        self, device: torch.device, max_num_seqs: int, apart: LogitsOfRank | None = None
+        self,
+        device: torch.device,
+        max_num_seqs: int,
+        device_times: DeviceTimes,
+        apart: LogitsOfRank | None = None,
     ) -> None:
         self.sampler = Sampler(device, max_num_seqs)
+        self._device_times = device_times
         self._apart = apart
         self.host_copier = HostCopier(device)
 
@@ -183,6 +190,8 @@ class OutputProcessor:
         on the device.
         """
         step, states = outputs.step, outputs.states
+        if self._apart is not None or any([chunk.scored for chunk in step.chunks]):
+            self._device_times.begin()  # the logits are read before the host prepares the sampling
         only_largest = self._apart is not None and mask is None and _only_largest(outputs)
         if not only_largest:
             logits = self.whole(logits)
@@ -232,14 +241,17 @@ class OutputProcessor:
                 for state, count, end, _ in samples(step, states)
                 if count == 1 and state.request.params.is_plain
             ]
-            if len(plain) == logits.shape[0] and mask is None:
+            is_plain = len(plain) == logits.shape[0] and mask is None
+            specs = [] if is_plain else sample_specs(step, states)
+            self._device_times.begin()
+            if is_plain:
                 return self.sampler.draw(
                     logits,
                     [request.params for request, _ in plain],
                     [request.seed for request, _ in plain],
                     [end - request.num_prompt for request, end in plain],
                 )
-            return self.sampler(logits, sample_specs(step, states), mask=mask)
+            return self.sampler(logits, specs, mask=mask)
         except BaseException as error:  # a panic in Rust is no Exception
             if not is_recoverable(error):
                 raise

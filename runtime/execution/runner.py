@@ -10,6 +10,7 @@ from torch import Tensor
 from atomc.ops.state import groups_of
 from atomc.program import Program
 from atomc.replay.cudagraphs import Pool, why_syncing
+from atomc.runtime.execution.device_times import DeviceTimes
 from atomc.runtime.execution.draft import DraftRunner
 from atomc.runtime.execution.graphs import StepGraphs, smallest_shape
 from atomc.runtime.execution.input_batch import InputBatch, StepShape
@@ -30,6 +31,7 @@ class Runner:
     max_num_seqs, max_num_rows, max_columns   maximum sequences and tokens of a step, and blocks of
                                               a sequence
     state_rows       rows of per-sequence state; None: max_num_seqs slots. Padding steps need none
+    device_times     as in InputBatch
 
     caches    tensors by role, for each layer with state
     variants  by name, that of text last
@@ -52,6 +54,7 @@ class Runner:
         max_num_rows: int,
         max_columns: int,
         state_rows: StateRows | None = None,
+        device_times: DeviceTimes | None = None,
     ) -> None:
         self.programs, self.program, self.pipeline = programs, programs.main, programs.pipeline
         num_groups, rows = len(groups_of(self.program.specs)), state_rows or StateRows(max_num_seqs)
@@ -69,6 +72,7 @@ class Runner:
             merge_size=programs.merge_size,
             host_buffers=2 * self.pipeline.most_micro_batches,
             device=self.program.device,
+            device_times=device_times,
         )
         self.variants = {
             name: VARIANTS[name](program, self.input_batch)
@@ -202,7 +206,9 @@ class Runner:
 
     def _staged(self, step: ScheduledStep, run: Callable[[ScheduledStep], Tensor]) -> Tensor:
         """The results of `run`, for the whole step or in micro-batches."""
-        self._states.copy(step.copies_before)
+        if copies := step.copies_before:
+            self.input_batch.device_times.begin()
+            self._states.copy(copies)
         pipeline, stage = self.pipeline, self.pipeline.stage
         if (expected := pipeline.expected_tokens()) is not None:
             self.input_batch.keep_tokens(*expected)

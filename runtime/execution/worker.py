@@ -22,6 +22,7 @@ from atomc.runtime.execution.capacity import (
     free_memory,
 )
 from atomc.runtime.execution.compile_programs import ProgramCompiler
+from atomc.runtime.execution.device_times import DeviceTimes
 from atomc.runtime.execution.executor import Limits, StepCounts, StepResults
 from atomc.runtime.execution.expert_load import ExpertLoad, expert_counts, rows_of_experts
 from atomc.runtime.execution.graphs import step_shapes
@@ -146,7 +147,10 @@ class Worker:
             )
         no_prefix_cache = _no_prefix_cache(config, specs)
         self._max_num_seqs, self._max_rows = _step_sizes(config, device)
-        self.outputs = OutputProcessor(device, self._max_num_seqs, self.programs.apart)
+        self.device_times = DeviceTimes(device)
+        self.outputs = OutputProcessor(
+            device, self._max_num_seqs, self.device_times, self.programs.apart
+        )
         self.encoder = self.programs.encoder
         self.slots = Slots(self.outputs.sampler.counts)
         self._groups = BlockGroups.of(specs, in_stages=self.place.stage is not None)
@@ -206,6 +210,7 @@ class Worker:
             max_num_rows=self._max_rows,
             max_columns=-(-size.max_model_len // size.block_size),
             state_rows=state_rows,
+            device_times=self.device_times,
         )
 
     def _check_host(self) -> None:
@@ -355,17 +360,22 @@ class Worker:
         step = self._groups.own_part(step.rank_part(self.place.data_rank))
         states = self.slots.update(step)
         if self.encoder is not None:
+            if step.has_images:
+                self.device_times.begin()
             self.encoder.update(step)
             if step.has_images:
                 embeddings = self.runner.input_batch.row_inputs["embeddings"]
                 self.encoder.place(step, states, embeddings)
         outputs = StepOutputs(step, states)
+        launched = LaunchedStep(self, outputs, sampled)
         if not step.pooled:
-            return LaunchedStep(self, outputs, sampled, self.runner.logits(step))
-        hidden = self.runner.hidden(step)
-        if self.samples:
-            self.outputs.pool(outputs, hidden)
-        return LaunchedStep(self, outputs, sampled)
+            launched.logits = self.runner.logits(step)
+        else:
+            hidden = self.runner.hidden(step)
+            if self.samples:
+                self.outputs.pool(outputs, hidden)
+        self.device_times.end()
+        return launched
 
     @property
     def places(self) -> Mapping[int, str]:
@@ -402,6 +412,7 @@ class Worker:
                 self._capture()
 
     def check(self) -> bool:
+        self.device_times.pause()
         if self._user_module is None:
             return False
         written = self._user_module.written()
@@ -414,15 +425,19 @@ class Worker:
         return rows_of_experts(self.module)
 
     def counts(self) -> StepCounts:
-        runner = self.runner
+        runner, times = self.runner, self.device_times
+        times.read()
         load = sum_of_loads(
             expert_counts(program.expert_load(), self._expert_rows)
             for program in self.programs.steps.values()
         )
-        return StepCounts(dict(runner.steps), runner.rows, runner.padding, load)
+        return StepCounts(
+            dict(runner.steps), runner.rows, runner.padding, load, times.busy, times.idle
+        )
 
     def forget_counts(self) -> None:
         self.runner.forget_counts()
+        self.device_times.forget()
         for program in self.programs.steps.values():
             program.forget_expert_load()
 
@@ -462,9 +477,12 @@ class LaunchedStep:
             else:
                 pipeline.send_tokens(tokens)
         worker.outputs.keep_drafts(outputs, worker.runner.propose(outputs.step, tokens))
+        worker.device_times.end()
 
     def results(self) -> StepResults:
-        return self.outputs.results() if self.worker.samples else StepResults()
+        results = self.outputs.results() if self.worker.samples else StepResults()
+        self.worker.device_times.read()
+        return results
 
 
 def _check_names(options: Options) -> None:

@@ -46,6 +46,9 @@ class Stats:
                       rows
     host_ms           host time per step in milliseconds, mean of the last steps, without waiting
                       for the device
+    device_busy       seconds in which the device ran steps; device_idle: in which it waited for the
+                      host while requests were there, between two steps or before one is sampled.
+                      Both are 0 on a CPU; with several ranks, those of rank 0
     prompt_limit      the most prompt tokens of the next step (max_itl_ms)
     expert_load       tokens that each expert got, by the path of the layer's experts; {} unless
                       they are counted
@@ -76,6 +79,8 @@ class Stats:
     graph_rows: int = 0
     graph_padding: int = 0
     host_ms: float = 0.0
+    device_busy: float = 0.0
+    device_idle: float = 0.0
     prompt_limit: int = 0
     drafts: int = 0
     drafted: int = 0
@@ -84,6 +89,14 @@ class Stats:
     image_cache_hits: int = 0
     no_prefix_cache: str = ""
     expert_load: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    @property
+    def device_idle_share(self) -> float | None:
+        """Share of the time with requests in which the device waited for the host; None if nothing
+        was measured.
+        """
+        total = self.device_busy + self.device_idle
+        return self.device_idle / total if total else None
 
     @property
     def acceptance_rate(self) -> float:
@@ -107,15 +120,13 @@ def total(engines: Sequence[Stats]) -> Stats:
     sums = {
         name: sum(getattr(stats, name) for stats in engines)
         for name, value in vars(first).items()
-        if isinstance(value, int)
+        if isinstance(value, int | float)
     }
     for name in ("max_len", "prompt_limit"):
         sums[name] = min(getattr(stats, name) for stats in engines)
+    sums["host_ms"] = max(stats.host_ms for stats in engines)
     expert_load = sum_of_loads(stats.expert_load for stats in engines)
-    host_ms = max(stats.host_ms for stats in engines)
-    return replace(
-        first, **sums | {"steps": dict(steps), "expert_load": expert_load, "host_ms": host_ms}
-    )
+    return replace(first, **sums | {"steps": dict(steps), "expert_load": expert_load})
 
 
 def sum_of_loads(loads: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
