@@ -177,7 +177,9 @@ def _exit_when_disconnected(socket: "zmq.Socket[bytes]", settings: RankSettings)
 def _tensor(mask: bytes | None, num_rows: int) -> Tensor | None:
     if mask is None:
         return None
-    return torch.frombuffer(bytearray(mask), dtype=torch.int32).view(num_rows, -1)
+    rows = torch.frombuffer(bytearray(mask), dtype=torch.int32).view(num_rows, -1)
+    # Otherwise, its copy to the device would make the host wait for the forward pass.
+    return rows.pin_memory() if torch.cuda.is_available() else rows
 
 
 def _send(socket: "zmq.Socket[bytes]", report: messages.Report) -> None:

@@ -30,7 +30,7 @@ from atomc.errors import RunError
 from atomc.parallel.vocab import LogitsOfRank
 from atomc.runtime.execution import worker
 from atomc.runtime.llm import LLM, SamplingParams
-from atomc.runtime.ranks import executor, monitor
+from atomc.runtime.ranks import executor, monitor, rank
 from atomc.runtime.ranks.messages import SampleStep
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.requests.sampling_params import Structured
@@ -520,6 +520,15 @@ def test_a_rank_without_its_device_ends_the_start():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert re.match(r"rank 1 .* failed: .*(CUDA|NVIDIA)", done.stdout), done.stderr
+
+
+def test_a_rank_with_a_gpu_has_its_masks_in_pinned_memory(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: pinned.append(rows) or rows)
+    mask = torch.tensor([[1, -2, 3], [4, 5, 6]], dtype=torch.int32)
+    assert torch.equal(rank._tensor(mask.numpy().tobytes(), 2), mask) and len(pinned) == 1
+    assert rank._tensor(None, 0) is None
 
 
 def test_sizes_that_do_not_fit_are_refused_before_anything_starts(monkeypatch):
