@@ -19,6 +19,7 @@ from atomc.runtime.engine import Engine, EngineConfig, QueueFull
 from atomc.runtime.execution import capacity
 from atomc.runtime.execution.loading.load import load
 from atomc.runtime.execution.views.headless_model import headless_model
+from atomc.runtime.execution.worker import LaunchedStep, Worker
 from atomc.runtime.llm import LLM
 from atomc.runtime.requests.request import Request, siblings
 from atomc.runtime.requests.sampling_params import SamplingParams, Structured
@@ -434,6 +435,45 @@ def test_a_request_that_ended_while_its_next_step_was_launched_has_no_mask(plain
     found = run(plain, plain.request("a", [5, 6], params), plain.request("b", [5, 6], longer))
     assert found["a"][-1].finish_reason == "stop" and max(rows) == 2 and rows[-1] == 1
     assert not any(ended)
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(
+    plain, monkeypatch, constrained
+):
+    """The masks of a step, which need these tokens, are computed while the device runs it."""
+    calls = []
+
+    def record(owner, name):
+        original = getattr(owner, name)
+
+        def recorded(*args):
+            calls.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    record(Worker, "launch")
+    record(GrammarCompiler, "fill")
+    record(LaunchedStep, "sample")
+    record(LaunchedStep, "results")
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    masked = replace(
+        params,
+        ignore_eos=False,
+        structured=Structured(regex="[a-z ]{99}"),
+        logprobs=1,
+        frequency_penalty=0.5,
+    )
+    requests = [plain.request("a", [5, 6], params)]
+    requests += [plain.request("b", [5, 6], masked)] if constrained else []
+    run(plain, *requests)
+    if constrained:
+        following = ["launch", "results", "fill", "sample"]
+        assert calls == ["launch", "fill", "sample", *following, *following, "results"]
+    else:
+        following = ["launch", "sample", "results"]
+        assert calls == ["launch", "sample", *following, *following, "results"]
 
 
 class Clock:
