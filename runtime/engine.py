@@ -538,6 +538,7 @@ class Engine:
             kv_tokens_used=sum(pool.tokens_used(computed) for pool in pools),
             max_len=self.max_len,
             steps=ran.steps,
+            graphs=ran.graphs,
             graph_rows=ran.graph_rows,
             graph_padding=ran.graph_padding,
             host_ms=self.host_ms,

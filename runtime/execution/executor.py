@@ -92,8 +92,8 @@ class StepResults:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Number of steps by kind, rows of those that ran as a CUDA graph, tokens of each expert, and
-    seconds of the device; see Stats.
+    """Number of steps by kind, rows of those that ran as a CUDA graph, tokens of each expert,
+    seconds of the device, and number of graphs; see Stats.
     """
 
     steps: Mapping[str, int]
@@ -102,6 +102,7 @@ class StepCounts:
     expert_load: Mapping[str, Sequence[int]]
     device_busy: float
     device_idle: float
+    graphs: int = 0
 
 
 class Launched(Protocol):

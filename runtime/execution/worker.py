@@ -431,8 +431,9 @@ class Worker:
             expert_counts(program.expert_load(), self._expert_rows)
             for program in self.programs.steps.values()
         )
+        graphs = len(self.program.report.cuda_graphs)
         return StepCounts(
-            dict(runner.steps), runner.rows, runner.padding, load, times.busy, times.idle
+            dict(runner.steps), runner.rows, runner.padding, load, times.busy, times.idle, graphs
         )
 
     def forget_counts(self) -> None:

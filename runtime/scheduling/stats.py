@@ -42,6 +42,7 @@ class Stats:
                       snapshots_total: their maximum
     steps             number of steps by kind: "full graph", "piecewise", or "eager: " with the
                       reason
+    graphs            CUDA graphs that steps of text have now
     graph_rows        rows of steps that ran as a CUDA graph, without graph_padding, the padding
                       rows
     host_ms           host time per step in milliseconds, mean of the last steps, without waiting
@@ -76,6 +77,7 @@ class Stats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: Mapping[str, int] = field(default_factory=dict)
+    graphs: int = 0
     graph_rows: int = 0
     graph_padding: int = 0
     host_ms: float = 0.0

@@ -144,7 +144,6 @@ def sum_of_latest(histories: Sequence[Sequence[float]]) -> list[float]:
 def compile_summary(report: dict[str, Any]) -> dict[str, Any]:
     """The parts of the compiler's report for the page: sites per rewrite, kernels per op."""
     runs = Counter((choice["op"], choice["chosen"]) for choice in report["kernels"])
-    graphs = report["cuda_graphs"]
     return {
         "treated": report["treated"],
         "why_not": report["why_not"],
@@ -160,8 +159,6 @@ def compile_summary(report: dict[str, Any]) -> dict[str, Any]:
         ],
         "near_misses": len(report["near"]),
         "seconds": sum(report["phases"].values()),
-        "graphs": len(graphs),
-        "graph_bytes": sum(graph.get("bytes", 0) for graph in graphs),
         "notes": report["notes"],
     }
 
