@@ -87,17 +87,15 @@ def launched_shapes(
     largest = StepShape(
         max_num_rows, _uneven(max_num_rows, max_num_seqs), min(max_num_rows, max_num_seqs), columns
     )
-    return [
-        largest,
-        StepShape(max_num_rows, 1, 1, columns),
-        *[
-            shape
-            for shape in step_shapes(max_num_seqs, max_num_rows, columns, drafts, rewinds=rewinds)
-            if _power_of_two(shape.rows)
-            or _power_of_two(shape.sequences)
-            or shape.sequences == max_num_seqs
-        ],
+    shapes = [
+        shape
+        for shape in step_shapes(max_num_seqs, max_num_rows, columns, drafts, rewinds=rewinds)
+        if _power_of_two(shape.rows)
+        or _power_of_two(shape.sequences)
+        or shape.sequences == max_num_seqs
     ]
+    # The largest may be among them, and a launch takes as long as a step of the host.
+    return list(dict.fromkeys([largest, StepShape(max_num_rows, 1, 1, columns), *shapes]))
 
 
 def _power_of_two(number: int) -> bool:

@@ -150,6 +150,8 @@ def test_a_step_of_any_shape_takes_kernels_that_were_launched_at_the_start(
 
 def test_a_step_of_every_range_that_kernels_tell_apart_is_launched_at_the_start() -> None:
     assert [load(provider) for provider in ("triton", "cuda")] == [None, None]
+    launched = launched_shapes(256, 2048, 9)
+    assert len(launched) == len(set(launched))
     starts = {1}
     for tokens in [
         kernel.tokens
