@@ -121,9 +121,7 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
         for cache in caches.values():
             cache.normal_()
     prefill = StepShape(args.context, 1, 1, blocks)
-    runner.capture(
-        [prefill, *(StepShape(batch, batch, batch, blocks) for batch in batches)], progress=False
-    )
+    runner.capture([prefill, *(StepShape(batch, batch, batch, blocks) for batch in batches)])
     if args.report:
         print(program.report.to_text(), file=sys.stderr)
     for batch in batches:

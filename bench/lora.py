@@ -94,7 +94,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for cache in caches.values():
             cache.normal_()
     shapes = {batch: StepShape(batch, batch, batch, blocks) for batch in args.batches}
-    runner.capture(list(shapes.values()), progress=False)
+    runner.capture(list(shapes.values()))
     assert all(each.graphs for each in runner.variants.values()), runner.why_eager
     rows: dict[str, Callable[[int], int | None]] = {
         "no row": lambda s: None,

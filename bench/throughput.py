@@ -171,6 +171,8 @@ def figures(args: argparse.Namespace) -> Any:
         "kv_tokens": sum(pool.num_tokens for pool in engine.scheduler.pools),
         "graphs": len(engine.program.report.cuda_graphs),
     }
+    while engine.capture_graph():  # all, as after a moment without work
+        pass
     rng = random.Random(0)
 
     def prompts(count: int, length: int) -> list[list[int]]:

@@ -64,6 +64,7 @@ log = logging.getLogger("atomc")
 PHASES = ("load", "compile", "allocate", "warm up")
 WARM_UP_TOKENS = 8
 NO_RESULT = Result()
+CAPTURE_STEPS = 16  # while there is work, from one capture of a CUDA graph to the next
 HOST_MS_WEIGHT = 0.02  # weight of the last step in the mean host time
 
 
@@ -131,6 +132,7 @@ class Engine:
         self._outputs: list[Output] = []  # that the next `step` returns
         self._speculates = config.speculative_tokens > 0
         self._prompt_budget: PromptBudget | None = None
+        self._steps_to_capture = CAPTURE_STEPS  # none while it warms up
         phases = Phases(PHASES, progress=progress)
         self.phases = phases.seconds
         try:
@@ -163,6 +165,7 @@ class Engine:
         config = self.config
         self.executor: Executor = executor
         self.module, self.program, self.threads = worker.module, worker.program, worker.threads
+        self._runner = worker.runner
         self._runs_in_launch = worker.program.device.type == "cpu"
         loaded = worker.loaded
         self.tokenizer, self.eos_ids, self.vocab_size = (
@@ -304,6 +307,9 @@ class Engine:
         engine is idle, see has_work. If a step fails as a whole, its exception is raised and the
         requests are as before it; the next call returns what the previous step gave.
         """
+        self._steps_to_capture -= 1
+        if self._steps_to_capture <= 0 and self.capture_graph(least=1):
+            self._steps_to_capture = CAPTURE_STEPS
         began, self._waited = time.perf_counter(), 0.0
         # More than one is in flight after a call that failed while it read results.
         while len(self._in_flight) > (0 if self._speculates else 1):
@@ -333,6 +339,18 @@ class Engine:
             )
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    @torch_modes_off()
+    def capture_graph(self, least: int = 0) -> bool:
+        """Capture the CUDA graphs of the missing shape that the most steps would have had, at least
+        so many; False if there is none. `step` does it now and then, a caller without work may.
+        """
+        missing = self._runner.missing
+        shape = max(missing, key=missing.__getitem__, default=None)
+        if shape is None or missing[shape] < least:
+            return False
+        self._runner.capture_missing(shape)
+        return True
 
     def embed(
         self, prompts: Sequence[Sequence[int]], pooling: Pooling = "mean"
@@ -636,6 +654,7 @@ class Engine:
             self.step()
         self.scheduler.forget_counts()
         self.executor.forget_counts()
+        self._steps_to_capture = 0
 
 
 def _grammar_compiler(config: EngineConfig, loaded: LoadedModel) -> GrammarCompiler:

@@ -5,12 +5,12 @@ prefill mixed with decode) are padded to the next captured number of rows, with 
 max_num_seqs of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from atomc.replay.cudagraphs import CapturedCall, Pool
 from atomc.report.report import Report
@@ -57,8 +57,19 @@ def step_shapes(
     return [*decode[::-1], *drafted[::-1], *others[::-1]]
 
 
+def shapes_for_later(shapes: Sequence[StepShape]) -> list[StepShape]:
+    """All but the largest and the smallest shape of each kind: with these, any step that is to have
+    a graph has one, and the other graphs reuse most of their memory.
+    """
+    kinds = defaultdict[int, list[StepShape]](list)
+    for shape in sorted(shapes):
+        kinds[shape.rows // shape.sequences if shape.is_decode else 0].append(shape)
+    ends = {one for of_kind in kinds.values() for one in (of_kind[0], of_kind[-1])}
+    return [shape for shape in shapes if shape not in ends]
+
+
 def smallest_shape(
-    shapes: Sequence[StepShape], rows: int, sequences: int, wanted: int, longest: int
+    shapes: Iterable[StepShape], rows: int, sequences: int, wanted: int, longest: int
 ) -> StepShape | None:
     """The first of these shapes, in ascending order, for such a step, or None. longest: maximum
     rows of one sequence.
@@ -114,11 +125,14 @@ def _uneven(rows: int, sequences: int) -> int:
 class StepGraphs:
     """One CUDA graph per shape; `call(shape)` runs the step in the static input tensors.
 
+    shapes           to capture now; `capture` adds others, between steps
     pool             of all graphs of a runner, of which one runs at a time
     budget           maximum bytes of the pool; further shapes are not captured, with a note
     agree            the memory left in the budget of all processes that capture the same graphs
     kernels_loaded   all kernels of these steps are compiled and loaded: only the first shape is run
                      before it is captured
+
+    captured   in ascending order
     """
 
     def __init__(
@@ -131,41 +145,37 @@ class StepGraphs:
         budget: int | None = None,
         agree: Callable[[int], int] = lambda left: left,
         kernels_loaded: bool = False,
-        progress: bool = True,
     ):
         self.captured: dict[StepShape, CapturedCall[Tensor]] = {}
-        left_out: list[StepShape] = []
-        for shape in tqdm(
-            shapes, desc="capturing", unit="graph", disable=None if progress else True
-        ):
-            if budget is not None and agree(budget - pool.bytes) <= 0:
-                left_out.append(shape)
-                continue
-            try:
-                with torch.no_grad():
-                    self.captured[shape] = pool.capture(
-                        partial(call, shape), warm_up=not (kernels_loaded and self.captured)
-                    )
-            except BaseException:
-                # The traceback holds them, and NCCL ends a group only after its last graph.
-                self.captured.clear()
-                raise
-            size = self.captured[shape].bytes
-            report.cuda_graphs.append(
-                {"rows": shape.rows, "sequences": shape.sequences, "bytes": size}
-            )
-        if left_out:
-            note = (
-                f"{len(left_out)} of {len(shapes)} CUDA graphs are left out: the others take "
-                f"{pool.bytes / 2**20:.0f} MiB already; raise gpu_memory_utilization"
-            )
-            if note not in report.notes:  # of a capture before the engine slept
-                report.notes.append(note)
-        self._shapes = sorted(self.captured)
+        self._call, self._report, self._pool, self._budget = call, report, pool, budget
+        self._agree, self._kernels_loaded = agree, kernels_loaded
+        try:
+            for shape in shapes:
+                self.capture(shape)
+        except BaseException:
+            # The traceback holds them, and NCCL ends a group only after its last graph.
+            self.captured.clear()
+            raise
+
+    def capture(self, shape: StepShape) -> None:
+        """Capture a graph of this shape, unless the budget is used up."""
+        if self._budget is not None and self._agree(self._budget - self._pool.bytes) <= 0:
+            size = f"{self._pool.bytes / 2**20:.0f} MiB"
+            note = f"CUDA graphs beyond {size} are left out: raise gpu_memory_utilization"
+            if note not in self._report.notes:
+                self._report.notes.append(note)
+            return
+        warm_up = not (self._kernels_loaded and self.captured)
+        with torch.no_grad():
+            graph = self._pool.capture(partial(self._call, shape), warm_up=warm_up)
+        self.captured = dict(sorted([*self.captured.items(), (shape, graph)]))
+        self._report.cuda_graphs.append(
+            {"rows": shape.rows, "sequences": shape.sequences, "bytes": graph.bytes}
+        )
 
     def shape_for(self, rows: int, sequences: int, wanted: int, longest: int) -> StepShape | None:
         """The smallest captured shape for such a step, or None."""
-        return smallest_shape(self._shapes, rows, sequences, wanted, longest)
+        return smallest_shape(self.captured, rows, sequences, wanted, longest)
 
     def __call__(self, shape: StepShape) -> Tensor:
         """Logits [R, V] of the step in the static input tensors; the next call overwrites them."""

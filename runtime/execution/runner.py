@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from atomc.errors import first_line
 from atomc.ops.state import groups_of
 from atomc.program import Program
 from atomc.replay.cudagraphs import Pool, why_syncing
@@ -17,6 +18,7 @@ from atomc.runtime.execution.input_batch import InputBatch, StepShape
 from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.sequence_states import SequenceStates
 from atomc.runtime.execution.variants import VARIANTS
+from atomc.runtime.processes.garbage_collection import gc_disabled
 from atomc.runtime.scheduling.state_rows import StateRows
 from atomc.runtime.scheduling.step import ScheduledStep, StepSize
 
@@ -39,6 +41,7 @@ class Runner:
               that it reads
     shapes    of steps, in ascending order, to which those without a graph are padded if a program
               repeats them
+    missing   shapes to capture later, and the number of steps that were padded to larger ones
     steps     number of steps by kind: "full graph", or "eager: " with the reason; then the label of
               their variant
     rows, padding   rows of steps that ran as a graph, and padding rows added to them
@@ -83,6 +86,7 @@ class Runner:
             self.draft = DraftRunner(programs.draft, self.input_batch, counts, rows.slots)
         self.allocate()
         self.pool: Pool | None = None  # of all graphs
+        self.missing: dict[StepShape, int] = {}
         self.shapes: Sequence[StepShape] = ()
         self._shape = StepShape(0, 0, 0, 0)  # of the step that ran last
         self._kind = "text"  # its variant
@@ -111,6 +115,7 @@ class Runner:
         if self.draft is not None:
             self.draft.graphs = None
         self.pool = None
+        self.missing.clear()
 
     def free(self) -> None:
         """Drop the caches and the CUDA graphs, which read them. No step may run until `allocate`;
@@ -132,14 +137,14 @@ class Runner:
     def capture(
         self,
         shapes: Sequence[StepShape],
+        later: Sequence[StepShape] = (),
         *,
         budget: int | None = None,
         agree: Callable[[int], int] = lambda left: left,
         kernels_loaded: bool = False,
-        progress: bool = True,
     ) -> None:
         """Capture CUDA graphs of these shapes; on a CPU, and if an op synchronizes, do nothing.
-        budget, agree, kernels_loaded: as in StepGraphs.
+        later: missing then. budget, agree, kernels_loaded: as in StepGraphs.
         """
         if self.program.device.type != "cuda":
             return
@@ -160,7 +165,6 @@ class Runner:
             budget=budget,
             agree=agree,
             kernels_loaded=kernels_loaded,
-            progress=progress,
         )
         *others, text = self.variants.values()
         text.graphs = graphs(partial(self._run, text.program), shapes, text.program.report)
@@ -172,17 +176,25 @@ class Runner:
             if not variant.program.syncing:
                 run = partial(self._run, variant.program)
                 variant.graphs = graphs(run, variant.shapes(captured), variant.program.report)
+        self.missing = dict.fromkeys(later if captured else (), 0)
 
-    def padding_only(self, num_output_rows: int) -> Tensor:
-        """Logits of a padding step of maximum size."""
-        return self.empty_step(
-            StepShape(
-                self.input_batch.rows,
-                self.input_batch.sequences,
-                num_output_rows,
-                self.input_batch.columns,
-            )
-        )
+    def capture_missing(self, shape: StepShape) -> None:
+        """Capture the graphs of a missing shape, between two steps: runs nothing. If it fails,
+        those of the missing shapes are left out, with a note.
+        """
+        del self.missing[shape]
+        graphs = [one.graphs for one in self.variants.values() if one.shapes([shape])]
+        if self.draft is not None:
+            graphs.insert(0, self.draft.graphs)  # steps of this shape propose with it
+        try:
+            with gc_disabled():
+                for one in graphs:
+                    if one is not None and one.captured:
+                        one.capture(shape)
+        except RuntimeError as error:  # out of memory, or what cannot be captured
+            self.missing.clear()
+            why = first_line(error) or type(error).__name__
+            self.program.report.notes.append(f"CUDA graphs are left out: {why}")
 
     def empty_step(self, shape: StepShape) -> Tensor:
         """Logits of a padding step of text of this shape, after those of the other variants that
@@ -236,6 +248,8 @@ class Runner:
             reason = "another rank computes hidden states"
         elif shape := graphs.shape_for(size.rows, size.sequences, size.wanted, size.longest):
             self.steps[f"full graph{variant.label}"] += 1
+            if self.missing and (best := smallest_shape(self.shapes, *size[:4])) in self.missing:
+                self.missing[best] += 1
             return self._replay(graphs, step, shape)
         elif size.wanted > size.sequences:
             reason = f"{size.rows} rows, {size.wanted} of them wanted"
@@ -282,6 +296,7 @@ class Runner:
 
     def forget_counts(self) -> None:
         self.steps.clear()
+        self.missing = dict.fromkeys(self.missing, 0)
         self.rows = self.padding = 0
 
     def hidden(self, step: ScheduledStep) -> Tensor:

@@ -25,7 +25,7 @@ from atomc.runtime.execution.compile_programs import ProgramCompiler
 from atomc.runtime.execution.device_times import DeviceTimes
 from atomc.runtime.execution.executor import Limits, StepCounts, StepResults
 from atomc.runtime.execution.expert_load import ExpertLoad, expert_counts, rows_of_experts
-from atomc.runtime.execution.graphs import step_shapes
+from atomc.runtime.execution.graphs import shapes_for_later, step_shapes
 from atomc.runtime.execution.input_batch import StepShape
 from atomc.runtime.execution.loading.load import LoadedModel, load, present_device
 from atomc.runtime.execution.lora.program import lora_shape
@@ -76,7 +76,6 @@ class Worker:
     ) -> None:
         self.config, self.place = config, place or Place()
         self.num_ranks = 1 if place is None else config.num_ranks
-        self.progress = phases.progress
         self.threads: Threads | None = None
         self._user_module: UserModule | None = None
         self._kernels = StepKernels(config)
@@ -87,7 +86,7 @@ class Worker:
             with phases.phase("load"):
                 if module is None and present_device(config.device).startswith("cuda"):
                     self._kernels.hash_triton()
-                self.loaded = load(config, module, progress=self.progress, place=self.place)
+                self.loaded = load(config, module, progress=phases.progress, place=self.place)
                 self.module = self.loaded.module
                 if module is not None:
                     self._user_module = UserModule(self.module, self._borrowed(module))
@@ -285,7 +284,8 @@ class Worker:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        logits = runner.padding_only(min(self._max_rows, self._max_num_seqs))
+        of, wanted = runner.input_batch, min(self._max_rows, self._max_num_seqs)
+        logits = runner.empty_step(StepShape(of.rows, of.sequences, wanted, of.columns))
         if self.samples:
             self.outputs.sampler(
                 self.outputs.whole(logits),
@@ -327,17 +327,22 @@ class Worker:
         )
 
     def _capture(self) -> None:
-        """Capture CUDA graphs, within GRAPH_SHARE of the memory."""
-        device = self.program.device
+        """Capture CUDA graphs, within GRAPH_SHARE of the memory: all of them if no step may wait
+        for one later, if a step has to run before, or if other ranks would have to capture it.
+        """
+        device, shapes, later = self.program.device, self._shapes(), list[StepShape]()
+        is_alone = self.num_ranks == 1
+        if is_alone and self._kernels.kernels_loaded and self.config.max_itl_ms is None:
+            later = shapes_for_later(shapes)
         budget = (
             int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
         )
         self.runner.capture(
-            self._shapes(),
+            [shape for shape in shapes if shape not in later],
+            later,
             budget=budget,
             agree=lambda left: minimum([left], self.num_ranks, device)[0],
             kernels_loaded=self._kernels.kernels_loaded,
-            progress=self.progress,
         )
         pool = self.runner.pool
         # Ranks that share an encoder would have to capture in the same steps.

@@ -43,6 +43,7 @@ from atomc.planning.step_plan import TimedProgram, plan_step
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.runtime.execution.capacity import Capacity, capacity
+from atomc.runtime.execution.input_batch import StepShape
 from atomc.runtime.execution.output_processor import OutputProcessor
 from atomc.runtime.execution.programs import Programs
 from atomc.runtime.execution.runner import Runner
@@ -255,7 +256,7 @@ def test_padding_and_warm_up_write_the_spare_slot_only():
         if role != "recurrent_state"
     ]
     before = [cache.clone() for cache in caches]
-    runner.padding_only(8)
+    runner.empty_step(StepShape(rows=32, sequences=11, wanted=8, columns=4))
     assert all((state[:3] == 7.0).all() for state in states)
     assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
     # A step that is padded writes the slots of its sequences, and no others.
@@ -279,7 +280,7 @@ def test_a_runner_of_padding_alone_has_one_slot():
         state_rows=StateRows(0),
     )
     assert {len(tensors["recurrent_state"]) for tensors in runner.caches} == {1}
-    assert runner.padding_only(2).shape == (2, VOCAB)
+    assert runner.empty_step(StepShape(32, 11, 2, 4)).shape == (2, VOCAB)
 
 
 # ---- what the compiler makes of it

@@ -76,7 +76,7 @@ def test_a_mixed_step_of_few_sequences_is_not_padded_to_all_of_them() -> None:
     shapes = step_shapes(256, 512, 9)
     assert [shape[:3] for shape in shapes if shape.rows == 512] == [(512, 257, 256), (512, 9, 8)]
     graphs = StepGraphs.__new__(StepGraphs)
-    graphs._shapes = sorted(shapes)
+    graphs.captured = dict.fromkeys(sorted(shapes))
     assert graphs.shape_for(500, 8, 8, 490)[:3] == (512, 9, 8)
     assert graphs.shape_for(500, 10, 10, 490)[:3] == (512, 257, 256)
     assert graphs.shape_for(500, 1, 9, 500)[:3] == (512, 257, 256)  # nine rows are wanted
@@ -99,7 +99,7 @@ class PoolOfTwo:
 def test_no_graph_is_left_after_one_that_cannot_be_captured() -> None:
     pool = PoolOfTwo()
     with pytest.raises(MemoryError) as raised:
-        StepGraphs(len, step_shapes(4, 100, 9), Report("tiny"), pool=pool, progress=False)
+        StepGraphs(len, step_shapes(4, 100, 9), Report("tiny"), pool=pool)
     assert not pool.found and raised.tb is not None
 
 

@@ -638,7 +638,7 @@ def test_steps_that_compute_rejected_tokens_again_have_graphs_of_their_own():
     shapes = step_shapes(4, 1000, 9, drafts=3, rewinds=True)
     assert {(4, 4), (16, 4), (28, 4), (7, 1)} <= {shape[:2] for shape in shapes}
     graphs = StepGraphs.__new__(StepGraphs)
-    graphs._shapes = sorted(shapes)
+    graphs.captured = dict.fromkeys(sorted(shapes))
     # Three sequences, one of which has 3 tokens again: not padded to 64 rows.
     assert graphs.shape_for(4 + 4 + 7, 3, 12, 7)[:2] == (28, 4)
     assert graphs.shape_for(12, 3, 12, 4)[:2] == (16, 4)

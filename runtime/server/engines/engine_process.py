@@ -233,8 +233,8 @@ class EngineLoop:
         unanswered.difference_update([output.request_id for output in progress.outputs])
 
     def _receive_commands(self) -> Iterator[ipc.EngineCommand]:
-        """The commands that have arrived; blocks for one if there is no work."""
-        if not self.engine.has_work:
+        """The commands that have arrived; blocks for one if there is nothing to do."""
+        if not self.engine.has_work and not self.engine.capture_graph():
             self.socket.poll(POLL_COMPILE_MS if self.compile_queue else self._idle_ms)
         # Limited in time, so that running requests progress while many new ones arrive.
         until = time.monotonic() + COMMANDS_SECONDS

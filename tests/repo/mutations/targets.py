@@ -246,7 +246,8 @@ runtime/execution/capacity.py | runtime/test_engine.py -k 'whose_pages' | check_
 runtime/execution/draft.py | runtime/test_mtp.py -k 'over_the_whole_sequence and chunks' | DraftRunner.propose
 runtime/execution/expert_load.py | runtime/ranks/test_ranks_models.py -k 'counts and bits' -m ''
 runtime/execution/graphs.py | replay/test_cudagraphs.py -k 'no_graph_is_left' | StepGraphs.__init__
-runtime/execution/graphs.py | runtime/execution/test_image_graphs.py -k 'captured_first' | StepGraphs.__init__
+runtime/execution/graphs.py | runtime/execution/test_image_graphs.py -k 'captured_first' | StepGraphs.capture
+runtime/execution/graphs.py | runtime/execution/test_later_graphs.py | shapes_for_later StepGraphs.capture
 runtime/execution/graphs.py | runtime/test_state_snapshots.py -k 'graphs_of_their_own' | step_shapes
 runtime/execution/images/encoder.py | runtime/test_images.py -k 'encoder_that_fails or pinned_memory or zero' | ImageEncoder._pixels ImageEncoder.place ImageEncoder.update PinnedBuffer.empty
 runtime/execution/images/encoder_graphs.py | runtime/execution/test_encoder_graphs.py -k 'came_twice or cannot_be_captured or few_graphs or is_held or large_images'
@@ -260,6 +261,7 @@ runtime/execution/output_processor.py | runtime/test_mtp.py -k 'exactly_its_aver
 runtime/execution/reports.py | runtime/ranks/test_rank_reports.py -k 'log or their_stage'
 runtime/execution/rope_positions.py | runtime/test_images.py -k '(any_size and 16) or three_axes' | RopePositions._admit
 runtime/execution/runner.py | runtime/execution/test_image_graphs.py -k '(any_size and 16) or asleep or no_decode or padding or waits_for' | Runner._logits Runner._replay Runner.capture Runner.drop_graphs
+runtime/execution/runner.py | runtime/execution/test_later_graphs.py | Runner.capture_missing
 runtime/execution/runner.py | runtime/ranks/test_pipeline.py -k 'outputs_of_one_process' | Runner._staged
 runtime/execution/runner.py | runtime/test_sleep.py -k 'asleep_no or (asleep_no and drafts)' -m '' | Runner.free
 runtime/execution/runner.py | runtime/test_state_snapshots.py -k 'embeddings or (start_from_snapshots_give and some)' | Runner._staged
