@@ -1,8 +1,7 @@
 """CUDA graphs of whole steps, one per program and shape, in one memory pool.
 
 A decode step has one row per sequence, or 1 + k with drafts of k tokens. Other steps (prefill, and
-prefill mixed with decode) are padded to the next captured number of rows, with few sequences or
-max_num_seqs of them.
+prefill mixed with decode) are padded to the next captured numbers of rows and of sequences.
 """
 
 from collections import defaultdict
@@ -17,8 +16,10 @@ from atomc.report.report import Report
 from atomc.runtime.execution.input_batch import StepShape
 
 MOST_PREFILL_ROWS = 2048  # larger steps take longer on the device than their launch on the host
-# A prompt alone is not padded to max_num_seqs sequences, whose logits cost as much as a layer.
-FEW_SEQUENCES = 8
+# Of mixed steps. Tiles of a product have up to 128 rows; logits of max_num_seqs sequences cost as
+# much as some layers.
+MIXED_ROWS = (64, *range(128, MOST_PREFILL_ROWS + 1, 128))
+MIXED_SEQUENCES = (8, 64, 256)
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -37,9 +38,8 @@ def step_shapes(
               besides its next draft
     """
     most = min(max_num_rows, MOST_PREFILL_ROWS)
-    mixed = [rows for rows in (64, 128, *range(256, MOST_PREFILL_ROWS + 1, 256)) if rows < most] + [
-        most
-    ]
+    mixed = [*[rows for rows in MIXED_ROWS if rows < most], most]
+    counts = [*[count for count in MIXED_SEQUENCES if count < max_num_seqs], max_num_seqs]
     sizes = [size for size in decode_sizes(max_num_seqs) if size <= max_num_rows]
     decode = [StepShape(size, size, size, columns) for size in sizes]
     drafted = [
@@ -51,7 +51,7 @@ def step_shapes(
     others = [
         StepShape(rows, _uneven(rows, count), min(rows, count * (1 + drafts)), columns)
         for rows in mixed
-        for count in sorted({min(FEW_SEQUENCES, max_num_seqs), max_num_seqs})
+        for count in sorted({min(count, rows) for count in counts})
     ]
     # The largest of a kind first: smaller ones reuse its memory.
     return [*decode[::-1], *drafted[::-1], *others[::-1]]
@@ -101,9 +101,7 @@ def launched_shapes(
     shapes = [
         shape
         for shape in step_shapes(max_num_seqs, max_num_rows, columns, drafts, rewinds=rewinds)
-        if _power_of_two(shape.rows)
-        or _power_of_two(shape.sequences)
-        or shape.sequences == max_num_seqs
+        if shape.rows == max_num_seqs or _power_of_two(shape.rows)
     ]
     # The largest may be among them, and a launch takes as long as a step of the host.
     return list(dict.fromkeys([largest, StepShape(max_num_rows, 1, 1, columns), *shapes]))

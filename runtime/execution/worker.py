@@ -327,12 +327,11 @@ class Worker:
         )
 
     def _capture(self) -> None:
-        """Capture CUDA graphs, within GRAPH_SHARE of the memory: all of them if no step may wait
-        for one later, if a step has to run before, or if other ranks would have to capture it.
+        """Capture CUDA graphs, within GRAPH_SHARE of the memory: all of them if a step has to run
+        before each, or if other ranks would have to capture it, too.
         """
         device, shapes, later = self.program.device, self._shapes(), list[StepShape]()
-        is_alone = self.num_ranks == 1
-        if is_alone and self._kernels.kernels_loaded and self.config.max_itl_ms is None:
+        if self._kernels.kernels_loaded and self.num_ranks == 1:
             later = shapes_for_later(shapes)
         budget = (
             int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None

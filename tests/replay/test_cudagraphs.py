@@ -74,12 +74,13 @@ def test_mixed_steps_are_captured_up_to_the_token_budget() -> None:
 
 def test_a_mixed_step_of_few_sequences_is_not_padded_to_all_of_them() -> None:
     shapes = step_shapes(256, 512, 9)
-    assert [shape[:3] for shape in shapes if shape.rows == 512] == [(512, 257, 256), (512, 9, 8)]
+    of_512 = [(512, 257, 256), (512, 65, 64), (512, 9, 8)]
+    assert [shape[:3] for shape in shapes if shape.rows == 512] == of_512
     graphs = StepGraphs.__new__(StepGraphs)
     graphs.captured = dict.fromkeys(sorted(shapes))
     assert graphs.shape_for(500, 8, 8, 490)[:3] == (512, 9, 8)
-    assert graphs.shape_for(500, 10, 10, 490)[:3] == (512, 257, 256)
-    assert graphs.shape_for(500, 1, 9, 500)[:3] == (512, 257, 256)  # nine rows are wanted
+    assert graphs.shape_for(500, 10, 10, 490)[:3] == (512, 65, 64)
+    assert graphs.shape_for(500, 1, 9, 500)[:3] == (512, 65, 64)  # nine rows are wanted
 
 
 class PoolOfTwo:
