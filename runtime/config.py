@@ -3,13 +3,13 @@
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from os import PathLike, fsdecode
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from atomc.options import Options
-from atomc.runtime.choices import check_choices
+from atomc.runtime.config_fields import FlagGroup, check_choices
 
 DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 # The dtypes of weights: names of vLLM, torch and transformers, and torch's name for each.
@@ -53,11 +53,9 @@ AT_LEAST_ONE = (
 )
 POSITIVE = ("step_timeout", "max_itl_ms", "grammar_seconds")
 
-T = TypeVar("T")
-
-
-def _option(default: T, text: str, choices: Iterable[str] = ()) -> T:
-    return field(default=default, metadata={"help": text, "choices": tuple(choices)})
+MODEL, MEMORY = FlagGroup("model"), FlagGroup("memory and batching")
+LORA, DEVICES = FlagGroup("LoRA"), FlagGroup("several devices")
+GENERATION = FlagGroup("generation")
 
 
 @dataclass(frozen=True)
@@ -66,185 +64,181 @@ class EngineConfig:
     values of some. Raises ValueError for other values, and OptionsError for wrong options.
     """
 
-    model: str | None = _option(
+    model: str | None = MODEL.option(
         None,
         "a checkpoint directory or a name on the Hugging Face hub; default: the demo model of "
         "atomc",
     )
-    dtype: str | None = _option(
+    dtype: str | None = MODEL.option(
         None,
         "dtype of the weights, such as bfloat16 (also bf16), float16 (fp16, half) or float32; "
         "default, and auto: the checkpoint's",
         DTYPES,
     )
-    device: str | None = _option(None, "cpu or cuda; default: a GPU if there is one")
-    load_format: Literal["auto", "safetensors", "dummy"] = _option(
+    device: str | None = MODEL.option(None, "cpu or cuda; default: a GPU if there is one")
+    load_format: Literal["auto", "safetensors", "dummy"] = MODEL.option(
         "auto", "auto, safetensors, or dummy for small random weights"
     )
-    quantization: str | None = _option(
+    quantization: str | None = MODEL.option(
         None,
         "quantize the weights when they are read: fp8, fp8_per_token, fp8_block, int8, int4, "
         "mxfp4, mxfp4_a16 or nvfp4_a16",
         SCHEMES,
     )
-    quantization_ignore: tuple[str, ...] = _option(
+    quantization_ignore: tuple[str, ...] = MODEL.option(
         (), "layers not to quantize, by name, part of a name or re:pattern"
     )
-    max_model_len: int | None = _option(
+    max_model_len: int | None = MEMORY.option(
         None, "maximum sequence length in tokens; default: as model and memory allow"
     )
-    max_num_seqs: int | None = _option(
+    max_num_seqs: int | None = MEMORY.option(
         None, "maximum number of running sequences; default: 256 on a GPU, 64 on a CPU"
     )
-    max_num_batched_tokens: int | None = _option(
+    max_num_batched_tokens: int | None = MEMORY.option(
         None,
         "maximum number of tokens per step; longer prompts are computed in chunks; default: "
         "2048 on a GPU, 256 on a "
         "CPU, but at least max_num_seqs",
     )
-    max_itl_ms: float | None = _option(
+    max_itl_ms: float | None = MEMORY.option(
         None,
         "aim at this maximum time in milliseconds between two tokens of a running stream: steps "
         "with streams compute fewer tokens of prompts, as many as the times of earlier steps "
         "allow, at least 16; default: no limit, because it lowers throughput and lets prompts "
         "wait longer",
     )
-    gpu_memory_utilization: float = _option(
+    gpu_memory_utilization: float = MEMORY.option(
         0.9, "share of the GPU memory for weights, activations and KV cache"
     )
-    kv_bytes: int | None = _option(
+    kv_bytes: int | None = MEMORY.option(
         None, "size of the KV cache in bytes, instead of a share of the memory"
     )
-    num_blocks: int | None = _option(
+    num_blocks: int | None = MEMORY.option(
         None, "size of the KV cache in blocks, instead of a share of the memory"
     )
-    tp: int = _option(
+    tp: int = DEVICES.option(
         1,
         "number of processes (ranks) among which the weights are split: tensor parallelism, over "
         "as many GPUs",
     )
-    pp: int = _option(
+    pp: int = DEVICES.option(
         1,
         "number of stages into which the layers are divided: pipeline parallelism, over as many "
         "GPUs; with --tp, each stage has this many ranks",
     )
-    ep: bool = _option(
+    ep: bool = DEVICES.option(
         False,
         "each rank of --tp holds some of the experts, instead of a part of every expert; without "
         "--tp, each rank of --dp does, and tokens travel to the ranks of their experts",
     )
-    expert_placement: str | None = _option(
+    expert_placement: str | None = DEVICES.option(
         None,
         "with --ep: a JSON file that says which rank has which expert, as `atomc place-experts` "
         "writes it; default: equal ranges of experts, by rank",
     )
-    dp: int = _option(
+    dp: int = DEVICES.option(
         1,
         "number of engines that serve the model, each with its own KV cache and the GPUs or CPU "
         "cores of --tp: data parallelism; requests go to the engine with the fewest. With --ep "
         "and without --tp: number of ranks of one engine, each with its own requests and KV cache",
     )
-    step_timeout: float | None = _option(
+    step_timeout: float | None = DEVICES.option(
         None,
         "with several ranks: maximum duration of a step in seconds, after which its ranks are "
         "ended; "
         "default: 8 on a GPU, 120 on a CPU",
     )
-    threads: int | None = _option(
+    threads: int | None = MEMORY.option(
         None,
         "CPU threads; default: OMP_NUM_THREADS, else one per physical core available to the "
         "process, of which a "
         "server leaves one to its frontend process if there are more than two; use 1 on a "
         "shared machine",
     )
-    enforce_eager: bool = _option(False, "no CUDA graphs")
-    enable_prefix_caching: bool | None = _option(
+    enforce_eager: bool = MEMORY.option(False, "no CUDA graphs")
+    enable_prefix_caching: bool | None = MEMORY.option(
         None,
         "share the KV cache of common prefixes (default: yes, except with --options "
         "layout=contiguous, which does "
         "not support it)",
     )
-    state_snapshots: int | None = _option(
+    state_snapshots: int | None = MEMORY.option(
         None,
         "number of states to keep at the ends of prefixes, for models with a state per sequence "
         "(linear attention, state space models), whose prefix cache and preemption need them; 0: "
         "no prefix cache; default: up to --max-num-seqs in an eighth of the memory that is left "
         "for the cache",
     )
-    scheduling_policy: Literal["fcfs", "priority"] = _option(
+    scheduling_policy: Literal["fcfs", "priority"] = MEMORY.option(
         "fcfs", "fcfs: order of arrival; priority: lowest value first"
     )
-    max_queue: int = _option(1024, "maximum number of waiting requests; further ones are rejected")
-    grammar_seconds: float = _option(
+    max_queue: int = MEMORY.option(
+        1024, "maximum number of waiting requests; further ones are rejected"
+    )
+    grammar_seconds: float = GENERATION.option(
         5.0, "maximum CPU time for compiling one grammar of structured output, in seconds"
     )
-    grammar_cache_bytes: int = _option(2**29, "size of the cache of compiled grammars in bytes")
-    image_cache_bytes: int = _option(
+    grammar_cache_bytes: int = GENERATION.option(
+        2**29, "size of the cache of compiled grammars in bytes"
+    )
+    image_cache_bytes: int = MEMORY.option(
         2**30, "size of the cache of image embeddings on the device in bytes"
     )
-    image_queue_bytes: int = _option(
+    image_queue_bytes: int = MEMORY.option(
         2**33,
         "maximum size of the pixels of all requests in bytes; further requests with images are "
         "rejected",
     )
-    max_image_patches: int = _option(
+    max_image_patches: int = MEMORY.option(
         16384,
         "maximum number of image patches that a step encodes; images with more are rejected",
     )
-    lora: Mapping[str, str] = field(
-        default_factory=dict,
-        metadata={
-            "help": (
-                "a LoRA adapter by name, the folder that peft saved; requests choose it by the "
-                "name; may be given several times"
-            )
-        },
+    lora: Mapping[str, str] = LORA.table(
+        "a LoRA adapter by name, the folder that peft saved; requests choose it by the name; may "
+        "be given several times"
     )
-    max_loras: int | None = _option(
+    max_loras: int | None = LORA.option(
         None,
         "maximum number of LoRA adapters loaded at once; default: as many as --lora names, at "
         "least 8 with --allowed-lora-path",
     )
-    max_lora_rank: int | None = _option(
+    max_lora_rank: int | None = LORA.option(
         None, "maximum rank of a LoRA adapter; default: that of those of --lora, at least 16"
     )
-    lora_target_modules: tuple[str, ...] = _option(
+    lora_target_modules: tuple[str, ...] = LORA.option(
         (),
         "last name of modules that LoRA adapters may change, such as q_proj; may be given several "
         "times; default: those of the adapters of --lora; without --lora or with max_loras, all "
         "linear layers of the model's layers",
     )
-    self_check: bool = _option(
+    self_check: bool = MODEL.option(
         True,
         "compare a few steps of a transformers model with its own forward, and reject it if "
         "they differ",
     )
-    speculative: Literal["ngram", "mtp"] | None = _option(
+    speculative: Literal["ngram", "mtp"] | None = GENERATION.option(
         None,
         "where draft tokens come from; ngram: from earlier text; mtp: from the checkpoint's own "
         "draft layer (multi-token prediction); default: ngram if --speculative-tokens is given, "
         "else none",
     )
-    speculative_tokens: int = _option(
+    speculative_tokens: int = GENERATION.option(
         0,
         "maximum number of draft tokens per step; 0: none, or with --speculative 3 (ngram) or 1 "
         "(mtp)",
     )
-    ngram_min: int = _option(2, "minimum length of the n-gram to look up for a draft")
-    ngram_max: int = _option(4, "maximum length of the n-gram to look up for a draft")
-    expert_load: bool = _option(
+    ngram_min: int = GENERATION.option(2, "minimum length of the n-gram to look up for a draft")
+    ngram_max: int = GENERATION.option(4, "maximum length of the n-gram to look up for a draft")
+    expert_load: bool = GENERATION.option(
         False,
         "count how many tokens each expert of a mixture gets (GET /experts, /metrics)",
     )
-    seed: int | None = _option(None, "makes sampling reproducible for requests without a seed")
-    options: Options | Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "help": (
-                "an option of the compiler, such as glue=eager or batch_invariant=true; may be "
-                "given several times"
-            )
-        },
+    seed: int | None = GENERATION.option(
+        None, "makes sampling reproducible for requests without a seed"
+    )
+    options: Options | Mapping[str, Any] = MODEL.table(  # noqa: RUF009
+        "an option of the compiler, such as glue=eager or batch_invariant=true; may be given "
+        "several times"
     )
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ STOREYS = {
     "capture": ("Graphs and kernels", "what the compiler works on"),
     "dumps": ("Compiler", "rewrites, passes, and the driver of both"),
     "models": ("Models", "language models and their checkpoints"),
-    "runtime.choices": ("Runtime", "from requests to tokens"),
+    "runtime.config_fields": ("Runtime", "from requests to tokens"),
     "runtime.server.engines": ("Server", "the same over HTTP"),
     "planning": ("Commands", "what a shell starts"),
 }

@@ -1,21 +1,17 @@
 """Settings of the HTTP server; the flags of `atomc serve` are these and those of EngineConfig."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal
 
-from atomc.runtime.choices import check_choices
+from atomc.runtime.config import DEVICES, LORA
+from atomc.runtime.config_fields import FlagGroup, check_choices
 from atomc.runtime.server.http.api_keys import check_key
 from atomc.runtime.server.parsers.reasoning_parsers import REASONING_PARSERS
 from atomc.runtime.server.parsers.tool_parsers import TOOL_PARSERS
 
-T = TypeVar("T")
-
-
-def _option(default: T, text: str, group: str = "server", choices: Iterable[str] = ()) -> T:
-    metadata = {"help": text, "group": group, "choices": tuple(choices)}
-    return field(default=default, metadata=metadata)
+SERVER, CHAT, SECURITY = FlagGroup("server"), FlagGroup("chat"), FlagGroup("security")
+IMAGES = FlagGroup("images")
 
 
 @dataclass(frozen=True)
@@ -24,145 +20,134 @@ class ServerConfig:
     ValueError for wrong values.
     """
 
-    host: str = _option(
+    host: str = SERVER.option(
         "127.0.0.1", "the address to listen on; 0.0.0.0 accepts connections from other machines"
     )
-    port: int = _option(8000, "the port to listen on; 0: any free port")
-    served_model_name: tuple[str, ...] = _option(
+    port: int = SERVER.option(8000, "the port to listen on; 0: any free port")
+    served_model_name: tuple[str, ...] = SERVER.option(
         (),
         "the model's name for clients; may be given several times, responses "
         "have the first; default: the directory's or the hub's name",
     )
-    generation_config: Literal["model", "none"] = _option(
+    generation_config: Literal["model", "none"] = SERVER.option(
         "model", "the source of sampling defaults: the model's generation_config.json, or none"
     )
-    max_logprobs: int = _option(20, "maximum number of logprobs of a request")
-    response_store_bytes: int = _option(
+    max_logprobs: int = SERVER.option(20, "maximum number of logprobs of a request")
+    response_store_bytes: int = SERVER.option(
         64 * 2**20,
         "maximum size of the responses that /v1/responses keeps in memory; 0: none are kept",
     )
-    drain_seconds: float | None = _option(
+    drain_seconds: float | None = SERVER.option(
         None,
         "seconds for running requests to finish at shutdown; default: 30, or 20 as a process of "
         "torchrun, which kills it 30 seconds after SIGTERM",
     )
-    engine_patience: float = _option(
+    engine_patience: float = SERVER.option(
         60.0, "seconds without a response of the engine after which /health fails"
     )
-    engine_timeout: float = _option(
+    engine_timeout: float = SERVER.option(
         600.0, "seconds without a response after which the engine is killed; 0: never"
     )
-    restart_engine: int = _option(
+    restart_engine: int = SERVER.option(
         0,
         "maximum number of restarts in a row after the engine died, with growing "
         "pauses; after that, and with 0, the server exits",
     )
-    ray: bool = _option(
+    ray: bool = DEVICES.option(
         False,
         "run the engines and their ranks as actors of the Ray cluster of RAY_ADDRESS, or of this "
         "host: one GPU each",
-        "several devices",
     )
-    header_timeout: float = _option(
+    header_timeout: float = SERVER.option(
         10.0, "seconds for a connection to send the headers of a request"
     )
-    body_timeout: float = _option(
+    body_timeout: float = SERVER.option(
         30.0, "seconds for a request to send its body, plus one for every 10 kB of it"
     )
-    log_requests: bool = _option(True, "log one line per finished request")
-    otlp_traces_endpoint: str | None = _option(
+    log_requests: bool = SERVER.option(True, "log one line per finished request")
+    otlp_traces_endpoint: str | None = SERVER.option(
         None,
         "send an OpenTelemetry span per request to this collector, such as "
         "http://localhost:4318/v1/traces (OTLP over HTTP)",
     )
-    profile_dir: str | None = _option(
+    profile_dir: str | None = SERVER.option(
         None, "enables /start_profile and /stop_profile, which write to this directory"
     )
-    chat_template: str | None = _option(
-        None, "a file with a Jinja template that replaces the model's", "chat"
+    chat_template: str | None = CHAT.option(
+        None, "a file with a Jinja template that replaces the model's"
     )
-    tool_call_parser: str | None = _option(
+    tool_call_parser: str | None = CHAT.option(
         None,
         "the format of tool calls: hermes (also qwen3), llama3, deepseek or "
         "gpt-oss; default: detected from the chat template",
-        "chat",
         TOOL_PARSERS,
     )
-    reasoning_parser: str | None = _option(
+    reasoning_parser: str | None = CHAT.option(
         None,
         "the format of reasoning: think (also qwen3, deepseek-r1) or gpt-oss; "
         "none: part of the content; default: detected from the chat template",
-        "chat",
         (*REASONING_PARSERS, "none"),
     )
-    additional_properties: bool = _option(
+    additional_properties: bool = CHAT.option(
         False,
         "objects of JSON schemas (response_format, tools) may have properties that the schema does "
         "not name, unless a request says otherwise",
-        "chat",
     )
-    strict_requests: bool = _option(
+    strict_requests: bool = SERVER.option(
         False,
         "refuse requests with unknown fields, instead of ignoring these fields",
     )
-    api_key: tuple[str, ...] = _option(
-        (), "a key that clients must send; may be given several times", "security"
+    api_key: tuple[str, ...] = SECURITY.option(
+        (), "a key that clients must send; may be given several times"
     )
-    api_key_file: str | None = _option(
-        None, "a file with one key per line, which `ps` does not show", "security"
+    api_key_file: str | None = SECURITY.option(
+        None, "a file with one key per line, which `ps` does not show"
     )
-    share_prefixes: bool = _option(
+    share_prefixes: bool = SECURITY.option(
         False,
         "requests with different keys share cached prompts: cached_tokens then says what others "
         "have sent",
-        "security",
     )
-    admin_key: tuple[str, ...] = _option(
+    admin_key: tuple[str, ...] = SECURITY.option(
         (),
         "a key for what concerns all users, such as /sleep, /compiler and LoRA adapters, which "
         "other keys then cannot do; may be given several times; default: every client can",
-        "security",
     )
-    admin_key_file: str | None = _option(
-        None, "a file with one admin key per line, which `ps` does not show", "security"
+    admin_key_file: str | None = SECURITY.option(
+        None, "a file with one admin key per line, which `ps` does not show"
     )
-    allow_origin: tuple[str, ...] = _option(
+    allow_origin: tuple[str, ...] = SECURITY.option(
         (),
         "an origin whose web pages may call the server (CORS), such as https://chat.example; may "
         "be given several times; *: all origins",
-        "security",
     )
-    allow_host: tuple[str, ...] = _option(
+    allow_host: tuple[str, ...] = SECURITY.option(
         (),
         "a host name by which clients without a key call the server on a loopback address, besides "
         "localhost, such as that of a proxy; may be given several times; *: any",
-        "security",
     )
-    max_body_bytes: int = _option(16 * 2**20, "maximum size of a request body", "security")
-    max_bodies_bytes: int = _option(
-        256 * 2**20, "maximum total size of the bodies of running requests", "security"
+    max_body_bytes: int = SECURITY.option(16 * 2**20, "maximum size of a request body")
+    max_bodies_bytes: int = SECURITY.option(
+        256 * 2**20, "maximum total size of the bodies of running requests"
     )
-    allowed_local_media_path: tuple[str, ...] = _option(
+    allowed_local_media_path: tuple[str, ...] = IMAGES.option(
         (),
         "a folder that file: URLs of images may name files in; may be given several times; "
         "default: none",
-        "images",
     )
-    allowed_media_domains: tuple[str, ...] = _option(
+    allowed_media_domains: tuple[str, ...] = IMAGES.option(
         (),
         "a host that http and https URLs of images may name; may be given several times; *: any; "
         "only public addresses; default: none",
-        "images",
     )
-    allowed_lora_path: tuple[str, ...] = _option(
+    allowed_lora_path: tuple[str, ...] = LORA.option(
         (),
         "a folder below which /v1/load_lora_adapter may load LoRA adapters; may be given several "
         "times; default: none, adapters cannot be loaded or unloaded while serving",
-        "LoRA",
     )
-    limit_images: int = _option(32, "maximum number of images of a request", "images")
-    ssl_certfile: str | None = _option(None, "serve HTTPS with this certificate", "security")
-    ssl_keyfile: str | None = _option(None, "the private key of the certificate", "security")
+    limit_images: int = IMAGES.option(32, "maximum number of images of a request")
+    ssl_certfile: str | None = SECURITY.option(None, "serve HTTPS with this certificate")
+    ssl_keyfile: str | None = SECURITY.option(None, "the private key of the certificate")
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -10,71 +10,16 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from atomc.files.file_of_flag import file_of_flag
-from atomc.runtime.choices import choices
+from atomc.runtime.config_fields import choices
 
 Values = dict[str, Any]
 POSITIONAL = ("model",)
-# The fields of EngineConfig in each group of --help.
-FIELDS_OF_GROUP = {
-    "model": (
-        "dtype",
-        "device",
-        "load_format",
-        "options",
-        "quantization",
-        "quantization_ignore",
-        "self_check",
-    ),
-    "LoRA": (
-        "lora",
-        "max_loras",
-        "max_lora_rank",
-        "lora_target_modules",
-    ),
-    "memory and batching": (
-        "max_model_len",
-        "gpu_memory_utilization",
-        "kv_bytes",
-        "num_blocks",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_itl_ms",
-        "max_queue",
-        "enable_prefix_caching",
-        "state_snapshots",
-        "scheduling_policy",
-        "enforce_eager",
-        "threads",
-        "image_cache_bytes",
-        "image_queue_bytes",
-        "max_image_patches",
-    ),
-    "several devices": (
-        "tp",
-        "pp",
-        "ep",
-        "expert_placement",
-        "dp",
-        "step_timeout",
-    ),
-    "generation": (
-        "expert_load",
-        "grammar_seconds",
-        "grammar_cache_bytes",
-        "speculative",
-        "speculative_tokens",
-        "ngram_min",
-        "ngram_max",
-        "seed",
-    ),
-}
-GROUPS = {name: group for group, names in FIELDS_OF_GROUP.items() for name in names}
 
 
 def add_flags(
     parser: argparse.ArgumentParser, config: type, *, leave_out: Iterable[str] = ()
 ) -> None:
-    """Adds a flag per field, in the group of its metadata or of GROUPS.
+    """Adds a flag per field, in the group of its metadata.
 
     A flag that is not given is absent from the namespace, so that a config file can set it. The
     fields in POSITIONAL are arguments without a flag.
@@ -93,7 +38,7 @@ def add_flags(
                 help=_help(option),
             )
             continue
-        title = option.metadata.get("group") or GROUPS[option.name]
+        title = option.metadata["group"]
         group = added.get(title) or added.setdefault(title, parser.add_argument_group(title))
         group.add_argument(f"--{option.name.replace('_', '-')}", **_flag(option))
 

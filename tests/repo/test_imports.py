@@ -30,7 +30,7 @@ LAYERS = [
     {"parallel", "prepare_model"},
     {"loading"},
     {
-        "runtime.choices",
+        "runtime.config_fields",
         "runtime.interrupts",
         "runtime.processes",
         "runtime.requests",

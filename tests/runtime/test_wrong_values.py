@@ -14,8 +14,8 @@ from atomc.errors import OptionsError
 from atomc.ops import LAYOUTS
 from atomc.options import Layout, Options
 from atomc.quantization import ONLINE
-from atomc.runtime.choices import choices
 from atomc.runtime.config import DTYPES, SCHEMES, EngineConfig
+from atomc.runtime.config_fields import choices
 from atomc.runtime.server.config import ServerConfig
 
 # Runs each command line of standard input; prints the exit code and the errors of each. An import
