@@ -13,32 +13,20 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.flags import add_flags, values_of
 
-# Fields of ServerConfig about HTTP and about running for a long time.
-SERVER_ONLY = (
-    "host",
-    "port",
-    "response_store_bytes",
-    "drain_seconds",
-    "engine_patience",
-    "engine_timeout",
-    "restart_engine",
-    "header_timeout",
-    "body_timeout",
-    "log_requests",
-    "otlp_traces_endpoint",
-    "profile_dir",
-    "api_key",
-    "api_key_file",
-    "share_prefixes",
-    "admin_key",
-    "admin_key_file",
-    "allow_origin",
-    "allow_host",
-    "allowed_lora_path",
-    "max_body_bytes",
-    "max_bodies_bytes",
-    "ssl_certfile",
-    "ssl_keyfile",
+# Fields of ServerConfig that are neither about HTTP nor about running for a long time.
+FIELDS = (
+    "served_model_name",
+    "generation_config",
+    "max_logprobs",
+    "ray",
+    "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
+    "additional_properties",
+    "strict_requests",
+    "allowed_local_media_path",
+    "allowed_media_domains",
+    "limit_images",
 )
 
 
@@ -60,15 +48,12 @@ def add(commands: Commands) -> None:
         )
     parser.usage = "atomc run-batch -i FILE -o FILE [MODEL] [flags]"
 
-    add_flags(parser, ServerConfig, leave_out=SERVER_ONLY)
+    add_flags(parser, ServerConfig, only=FIELDS)
     add_flags(parser, EngineConfig)
 
 
 def run(arguments: argparse.Namespace) -> None:
-
-    server = ServerConfig(
-        **values_of(arguments, {}, ServerConfig, leave_out=SERVER_ONLY), log_requests=False
-    )
+    server = ServerConfig(**values_of(arguments, {}, ServerConfig), log_requests=False)
     engine = EngineConfig(**values_of(arguments, {}, EngineConfig))
     source, target = Path(arguments.input), Path(arguments.output)
     _check_files(source, target)

@@ -3,7 +3,7 @@
 import argparse
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import UnionType
@@ -17,9 +17,10 @@ POSITIONAL = ("model",)
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, config: type, *, leave_out: Iterable[str] = ()
+    parser: argparse.ArgumentParser, config: type, *, only: Sequence[str] | None = None
 ) -> None:
-    """Adds a flag per field, in the group of its metadata.
+    """Adds a flag per field, in the group of its metadata; of some fields only, if `only` has
+    their names.
 
     A flag that is not given is absent from the namespace, so that a config file can set it. The
     fields in POSITIONAL are arguments without a flag.
@@ -27,7 +28,7 @@ def add_flags(
     # argparse has no public way to look up a group, and configs share groups.
     added = {group.title: group for group in parser._action_groups}
     for option in fields(config):
-        if option.name in leave_out:
+        if only is not None and option.name not in only:
             continue
         if option.name in POSITIONAL:
             parser.add_argument(
@@ -43,13 +44,7 @@ def add_flags(
         group.add_argument(f"--{option.name.replace('_', '-')}", **_flag(option))
 
 
-def values_of(
-    arguments: argparse.Namespace,
-    from_file: Mapping[str, Any],
-    config: type,
-    *,
-    leave_out: Iterable[str] = (),
-) -> Values:
+def values_of(arguments: argparse.Namespace, from_file: Mapping[str, Any], config: type) -> Values:
     """The values of a config's fields, from flags, else from the file. Raises ValueError for a
     wrong type in the file.
     """
@@ -57,7 +52,7 @@ def values_of(
     for option in fields(config):
         if option.name in from_file:
             values[option.name] = _checked(option, from_file[option.name])
-        if option.name not in leave_out and hasattr(arguments, option.name):
+        if hasattr(arguments, option.name):
             kind, value = _kind(option), getattr(arguments, option.name)
             values[option.name] = kind(value) if kind in (dict, tuple) else value
     return values
