@@ -61,26 +61,15 @@ def add_dump(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_device(parser: argparse.ArgumentParser, glue: str) -> None:
-    """What runs a model; glue: the default."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+def add_glue(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "--glue", choices=GLUES, help=f"what runs the ops without a kernel; default: {glue}"
+        "--glue", choices=GLUES, help=f"what runs the ops without a kernel; default: {default}"
     )
 
 
 def add_quantization(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--quantization", choices=SCHEMES, metavar="SCHEME", help=f"{what}: {', '.join(SCHEMES)}"
-    )
-
-
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        metavar="DTYPE",
-        help=f"{', '.join(DTYPES)}; default, and auto: the checkpoint's",
     )
 
 

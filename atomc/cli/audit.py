@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from atomc.cli.arguments import (
     RUNTIME,
     Commands,
-    add_device,
-    add_dtype,
     add_dump,
+    add_glue,
     add_number,
     add_quantization,
     add_switch,
@@ -26,6 +25,7 @@ from atomc.cli.arguments import (
 from atomc.cli.explain import ModelCall, load_function
 from atomc.files.file_of_flag import check_folder_of, file_of_flag
 from atomc.files.json_types import JSONLike
+from atomc.runtime.config import DTYPES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -107,8 +107,14 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
     add_dump(parser)
     add_switch(parser, "--record", "with --dump: also store inputs, weights and outputs")
     add_quantization(parser, "quantize a checkpoint when it is read")
-    add_dtype(parser)
-    add_device(parser, glue="eager on a CPU")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help=f"{', '.join(DTYPES)}; default, and auto: the checkpoint's",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    add_glue(parser, "eager on a CPU")
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomc.cli.arguments import (
-    Commands,
-    add_device,
-    add_dtype,
-    add_number,
-    add_quantization,
-    add_switch,
-    command,
-)
+from atomc.cli.arguments import Commands, add_glue, command
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.server.flags import add_flags
 
 if TYPE_CHECKING:
     from atomc.runtime.llm import LLM
@@ -24,6 +18,17 @@ DEMO_PROMPT = "She looked at him and said"
 # Fixed, so that the demo generates the same text each time.
 DEMO_SEED = 4
 MAX_TOKENS = 96
+# Fields of EngineConfig that have flags.
+FIELDS = (
+    "dtype",
+    "device",
+    "quantization",
+    "max_model_len",
+    "threads",
+    "tp",
+    "pp",
+    "self_check",
+)
 
 
 def add(commands: Commands) -> None:
@@ -54,10 +59,11 @@ def add(commands: Commands) -> None:
         help="maximum new tokens (default: %(default)s)",
     )
     _add_sampling(parser)
-    add_dtype(parser)
-    add_quantization(parser, "quantize the weights when they are read")
-    add_device(parser, glue="auto, which is eager on a CPU: the start needs no C++ compiler")
-    _add_engine(parser)
+    add_glue(parser, "auto, which is eager on a CPU: the start needs no C++ compiler")
+    parser.add_argument(
+        "--lora", metavar="FOLDER", help="a LoRA adapter that peft saved, for all prompts"
+    )
+    add_flags(parser, EngineConfig, only=FIELDS)
     parser.add_argument("-q", "--quiet", action="store_true", help="print the text only")
 
 
@@ -70,39 +76,6 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, help="sample from this many most likely tokens")
     parser.add_argument(
         "--seed", type=int, help="the seed of sampling (default: random; fixed for the demo model)"
-    )
-
-
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    add_number(parser, "--max-model-len", "maximum sequence length in tokens")
-    add_number(
-        parser,
-        "--threads",
-        "CPU threads (default: OMP_NUM_THREADS, else one per "
-        "physical core available to the process; use 1 on a shared machine)",
-    )
-    parser.add_argument(
-        "--tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of processes among which the weights are split, over as many GPUs",
-    )
-    parser.add_argument(
-        "--pp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of stages into which the layers are divided, over as many GPUs; with --tp, "
-        "each stage has this many",
-    )
-    parser.add_argument(
-        "--lora", metavar="FOLDER", help="a LoRA adapter that peft saved, for all prompts"
-    )
-    add_switch(
-        parser,
-        "--no-self-check",
-        "do not compare a few steps of a transformers model with its own forward first",
     )
 
 
@@ -120,19 +93,13 @@ def run(arguments: argparse.Namespace) -> None:
     from atomc.runtime.llm import LLM  # imports torch: after the checks that need none
 
     adapter = None if arguments.lora is None else Path(arguments.lora).resolve().name
+    settings = {name: getattr(arguments, name) for name in FIELDS if hasattr(arguments, name)}
     llm = LLM(
         folder,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        quantization=arguments.quantization,
-        max_model_len=arguments.max_model_len,
-        threads=arguments.threads,
-        tp=arguments.tp,
-        pp=arguments.pp,
-        lora={} if adapter is None else {adapter: arguments.lora},
-        self_check=not arguments.no_self_check,
         options={"glue": arguments.glue} if arguments.glue else None,
         progress=not arguments.quiet,
+        lora={} if adapter is None else {adapter: arguments.lora},
+        **settings,
     )
     prompts = arguments.prompt or [DEMO_PROMPT]
     _print_texts(llm, prompts, params, adapter)
