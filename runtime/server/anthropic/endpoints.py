@@ -40,7 +40,7 @@ SIGNATURE = "unsigned"
 async def create_message(service: Service, body: MessagesRequest, request: Request) -> Response:
     """Answer a chat, in Anthropic's format."""
     chat = await start_chat(service, generation_request(body), request, fit_max_tokens=True)
-    return await MessageAnswer(service, body, request, chat).respond()
+    return await MessageAnswer(body, chat).respond()
 
 
 async def count_message_tokens(
@@ -54,10 +54,8 @@ async def count_message_tokens(
 class MessageAnswer(Answer[MessagesRequest]):
     """An Answer as a message of Anthropic's API."""
 
-    def __init__(
-        self, service: Service, body: MessagesRequest, request: Request, chat: Chat
-    ) -> None:
-        super().__init__(service, body, request, chat.generation)
+    def __init__(self, body: MessagesRequest, chat: Chat) -> None:
+        super().__init__(body, chat.generation)
         self.chat = chat
         self.shows_thinking = body.thinking is None or body.thinking.display != "omitted"
 

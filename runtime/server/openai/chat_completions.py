@@ -39,8 +39,7 @@ from atomc.runtime.server.service.service import Service
 
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
-    started = await start_chat(service, body, request)
-    return await ChatAnswer(service, body, request, started).respond()
+    return await ChatAnswer(body, await start_chat(service, body, request)).respond()
 
 
 @dataclass
@@ -59,8 +58,8 @@ class _ChoiceState:
 class ChatAnswer(Answer[ChatRequest]):
     """An Answer as a chat completion."""
 
-    def __init__(self, service: Service, body: ChatRequest, request: Request, chat: Chat) -> None:
-        super().__init__(service, body, request, chat.generation)
+    def __init__(self, body: ChatRequest, chat: Chat) -> None:
+        super().__init__(body, chat.generation)
         self.chat, self.id = chat, f"chatcmpl-{self.request_id}"
 
     async def complete(self) -> ChatCompletion:

@@ -97,24 +97,17 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     )
     generation = Generation(service, request, body, prompts, params)
     await generation.start()
-    return await CompletionAnswer(service, body, request, generation, prompt_only).respond()
+    return await CompletionAnswer(body, generation, prompt_only).respond()
 
 
 class CompletionAnswer(Answer[CompletionRequest]):
     """An Answer as a text completion."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: CompletionRequest,
-        request: Request,
-        generation: Generation,
-        prompt_only: bool,
-    ) -> None:
-        super().__init__(service, body, request, generation)
+    def __init__(self, body: CompletionRequest, generation: Generation, prompt_only: bool) -> None:
+        super().__init__(body, generation)
         self.prompt_only = prompt_only
         self.offsets = {
-            choice.index: TextOffsets(service.model, body.skip_special_tokens)
+            choice.index: TextOffsets(self.service.model, body.skip_special_tokens)
             for choice in generation.choices.values()
         }
 

@@ -52,7 +52,7 @@ async def create_response(service: Service, body: ResponsesRequest, request: Req
     except APIError as error:
         error.param = PARAMS.get(error.param or "", error.param)
         raise
-    return await ResponsesAnswer(service, body, request, conversation, chat).respond()
+    return await ResponsesAnswer(body, conversation, chat).respond()
 
 
 @dataclass(frozen=True)
@@ -144,19 +144,12 @@ def _stored(service: Service, request: Request, name: str, param: str) -> Stored
 class ResponsesAnswer(Answer[ResponsesRequest]):
     """An Answer as a response of the Responses API. conversation: that it answers."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: ResponsesRequest,
-        request: Request,
-        conversation: _Conversation,
-        chat: Chat,
-    ) -> None:
-        super().__init__(service, body, request, chat.generation)
+    def __init__(self, body: ResponsesRequest, conversation: _Conversation, chat: Chat) -> None:
+        super().__init__(body, chat.generation)
         self.conversation, self.chat = conversation, chat
         # Not the request's id, which a client chooses: whoever knows it can retrieve the response.
         self.id = new_id("resp")
-        self.store = body.store is not False and service.responses.max_bytes > 0
+        self.store = body.store is not False and self.service.responses.max_bytes > 0
         self.output = OutputItems()
         self.status = "in_progress"
         self._numbers = count()

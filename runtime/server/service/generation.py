@@ -99,8 +99,8 @@ class Generation:
         model, engines = service.model, service.engines
         model.check_name(body.model)  # again: an adapter may have been unloaded since then
         lora, salt = model.adapter(body.model), service.prefix_salt(request, body.cache_salt)
-        self._service, self._request, self.params = service, request, params
-        self._request_id = request_id(request)
+        self.service, self.request, self.params = service, request, params
+        self.request_id = request_id(request)
         self.n, self.prompts = body.n, prompts
         self.model_name = lora or model.names[0]
         self._image_tokens = sum(image.length for image in images)
@@ -130,22 +130,22 @@ class Generation:
         failed, EngineDead, or ClientDisconnect.
         """
         try:
-            await cancel_on_disconnect(self._request, self._submit())
+            await cancel_on_disconnect(self.request, self._submit())
         except BaseException as error:  # cancelled too: the engine may have the request already
             self.close(None if isinstance(error, ClientDisconnect) else error)
             raise
 
     async def _submit(self) -> None:
-        self._request_stream = self._service.engines.submit(self._submits)
+        self._request_stream = self.service.engines.submit(self._submits)
         self._submits = []  # they hold the images
         try:
             await self._request_stream.wait_accepted()
-            await self._service.turns.take()  # many are accepted at once
+            await self.service.turns.take()  # many are accepted at once
         except RequestRefused as refused:
             if refused.by_client:
                 raise
-            log.error("request %s failed: %s", self._request_id, refused)
-            raise request_error(RequestError(str(refused)), self._request_id) from refused
+            log.error("request %s failed: %s", self.request_id, refused)
+            raise request_error(RequestError(str(refused)), self.request_id) from refused
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, TextDelta]]:
         """Yields (choice, new text) until all choices have finished. Raises EngineDead, or APIError
@@ -153,7 +153,7 @@ class Generation:
         """
         assert self._request_stream is not None, "start() comes first"
         async for output in self._request_stream:
-            choice, metrics = self.choices[output.request_id], self._service.metrics
+            choice, metrics = self.choices[output.request_id], self.service.metrics
             if output.finish_reason is not None:
                 self._raise_error(output)
             before, choice.last = choice.last, time.monotonic()
@@ -180,11 +180,11 @@ class Generation:
             if not output.error.by_client:
                 log.error(
                     "request %s failed (%s in the engine): %s",
-                    self._request_id,
+                    self.request_id,
                     output.request_id,
                     output.error.message,
                 )
-            raise request_error(output.error, self._request_id)
+            raise request_error(output.error, self.request_id)
         if output.finish_reason == "abort":
             raise APIError(500, "the engine aborted this request")
 
@@ -192,7 +192,10 @@ class Generation:
         """Token counts in OpenAI's format; a prompt with several choices counts once."""
         prompt = sum(len(prompt) for prompt in self.prompts)
         new = sum(choice.num_new for choice in self.choices.values())
-        details: PromptTokensDetails = {"cached_tokens": self._num_cached()}
+        num_cached = sum(
+            choice.num_cached for choice in self.choices.values() if choice.index % self.n == 0
+        )
+        details: PromptTokensDetails = {"cached_tokens": num_cached}
         if self._image_tokens:
             details["image_tokens"] = self._image_tokens
         return {
@@ -221,7 +224,7 @@ class Generation:
         if self._request_stream is not None:
             self._request_stream.close()
         summary = self._summary(error)
-        if self._service.config.log_requests:
+        if self.service.config.log_requests:
             log.info(
                 "request %s: prompt %d, cached %d, new %d, ttft %s, seconds %.3f, finish %s",
                 summary.request_id,
@@ -232,22 +235,22 @@ class Generation:
                 summary.seconds,
                 "+".join(summary.finish_reasons),
             )
-        if (traces := self._service.traces) is not None:
-            traces.record(summary, self._request.headers, self.model_name)
+        if (traces := self.service.traces) is not None:
+            traces.record(summary, self.request.headers, self.model_name)
 
     def _summary(self, error: BaseException | None) -> RequestSummary:
-        choices = self.choices.values()
+        choices, usage = self.choices.values(), self.usage()
         first = min((choice.first for choice in choices if choice.first), default=None)
         ended = "disconnect"
         if error is not None and is_failure(error):
             ended = client_error(error).code or "error"
         return RequestSummary(
-            self._request_id,
+            self.request_id,
             self.params,
             num_choices=len(choices),
-            num_prompt=sum(len(prompt) for prompt in self.prompts),
-            num_cached=self._num_cached(),
-            num_new=sum(choice.num_new for choice in choices),
+            num_prompt=usage["prompt_tokens"],
+            num_cached=usage["prompt_tokens_details"]["cached_tokens"],
+            num_new=usage["completion_tokens"],
             queue_seconds=max((choice.queue_seconds for choice in choices), default=0.0),
             ttft_seconds=None if first is None else first - self.started,
             seconds=time.monotonic() - self.started,
@@ -255,21 +258,16 @@ class Generation:
             error=None if all(choice.finish_reason for choice in choices) else ended,
         )
 
-    def _num_cached(self) -> int:
-        return sum(
-            choice.num_cached for choice in self.choices.values() if choice.index % self.n == 0
-        )
-
     def _run_isolated(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `work`. Raises APIError if it fails."""
         try:
             return work(*args, **kwargs)
         except BaseException as error:  # a panic in Rust is no Exception
-            failed = wrap_error(self._request_id, "detokenizing", error)
-            raise request_error(failed, self._request_id) from error
+            failed = wrap_error(self.request_id, "detokenizing", error)
+            raise request_error(failed, self.request_id) from error
 
     def _record_metrics(self, choice: Choice) -> None:
-        metrics = self._service.metrics
+        metrics = self.service.metrics
         metrics.observe("e2e_request_latency_seconds", choice.last - self.started)
         waited = choice.first - self.started - choice.queue_seconds
         metrics.observe("request_prefill_time_seconds", max(waited, 0.0))
@@ -296,12 +294,10 @@ class Answer(ABC, Generic[Body]):
     the generation is open.
     """
 
-    def __init__(
-        self, service: Service, body: Body, request: Request, generation: Generation
-    ) -> None:
-        self.service, self.body, self.request = service, body, request
-        self.generation = generation
-        self.request_id, self.created = request_id(request), int(time.time())
+    def __init__(self, body: Body, generation: Generation) -> None:
+        self.body, self.generation = body, generation
+        self.service, self.request = generation.service, generation.request
+        self.request_id, self.created = generation.request_id, int(time.time())
 
     @abstractmethod
     async def complete(self) -> object: ...

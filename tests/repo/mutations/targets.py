@@ -315,7 +315,7 @@ runtime/server/parsers/text_buffer.py | runtime/server/parsers/test_parser_work.
 runtime/server/parsers/tool_parsers/state_machine.py | runtime/server/parsers/test_parser_work.py | JsonCallStateMachine._read_call
 runtime/server/responses/events.py | runtime/server/protocols/test_responses.py -k 'an_empty_message or count_for_the_item' | OutputItems.add OutputItems.finish
 runtime/server/responses/items.py | runtime/server/protocols/test_responses.py -k 'items_of_one_turn' | chat_messages
-runtime/server/service/generation.py | runtime/server/test_generation.py | Generation.__aiter__ Generation._num_cached Generation._raise_error Generation._record_metrics Generation._summary Generation.close Generation.usage
+runtime/server/service/generation.py | runtime/server/test_generation.py | Generation.__aiter__ Generation._raise_error Generation._record_metrics Generation._summary Generation.close Generation.usage
 runtime/server/service/image_reader.py | runtime/images/test_image_decoder.py | ImageReader._decode_within
 runtime/server/service/model_info.py | runtime/server/test_server_fields.py -k 'all_names' | ModelInfo.check_name
 runtime/server/service/response_store.py | runtime/server/protocols/test_responses.py -k 'bounds_the_number or drops_no_other or of_the_key or used_least or used_least_recently' | ResponseStore.delete ResponseStore.get ResponseStore.put
