@@ -137,6 +137,7 @@ def create_app(service: Service) -> Any:
     authenticated = AuthMiddleware(
         BodyBudgetMiddleware(
             ImageBudgetMiddleware(app, service.image_budget),
+            config.max_body_bytes,
             config.max_bodies_bytes,
         ),
         keys=ApiKeys(config.api_key, config.admin_key),
@@ -144,7 +145,6 @@ def create_app(service: Service) -> Any:
         pages=WebPages(config.allow_origin, None if config.api_key else config.allow_host),
         open_paths=OPEN_PATHS,
         operation_paths=OPERATION_PATHS,
-        max_body_bytes=config.max_body_bytes,
         error_format=ERROR_FORMAT,
         count_error=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
     )

@@ -841,7 +841,6 @@ def response_to(error: BaseException) -> list[dict[str, Any]]:
         pages=WebPages([], None),
         open_paths=frozenset(),
         operation_paths=frozenset(),
-        max_body_bytes=1,
         error_format=ERROR_FORMAT,
         count_error=lambda status: None,
     )

@@ -1,9 +1,9 @@
-"""The middleware around all endpoints: ids, keys, sizes and errors of requests."""
+"""The middleware around all endpoints: ids, keys and errors of requests."""
 
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -37,8 +37,8 @@ def _use_origin_form(scope: Scope) -> None:
 
 @dataclass
 class AuthMiddleware:
-    """ASGI middleware: assigns request ids, checks the site of web pages, API keys and body sizes,
-    and turns exceptions into error responses.
+    """ASGI middleware: assigns request ids, checks the site of web pages and API keys, and turns
+    exceptions into error responses.
 
     open_paths        paths that need no key
     operation_paths   paths that need an admin key, if there are any
@@ -50,7 +50,6 @@ class AuthMiddleware:
     pages: WebPages
     open_paths: frozenset[str]
     operation_paths: frozenset[str]
-    max_body_bytes: int
     count_error: Callable[[int], None]
     error_format: ErrorFormat
 
@@ -78,7 +77,7 @@ class AuthMiddleware:
 
         try:
             scope["state"]["caller"] = self._check(scope, headers)
-            await self.app(scope, self._limit_body(receive), send_with_id)
+            await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
             pass
         except BaseException as error:  # a request that fails is answered, also if Rust panics
@@ -104,30 +103,4 @@ class AuthMiddleware:
                 code=f"invalid_{kind.lower()}_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self.max_body_bytes:
-            raise self._too_large()
         return caller
-
-    def _limit_body(self, receive: Receive) -> Callable[[], Awaitable[Message]]:
-        seen = 0
-
-        async def receive_limited() -> Message:
-            nonlocal seen
-            message = await receive()
-            if message["type"] == "http.request":
-                seen += len(message.get("body", b""))
-                if seen > self.max_body_bytes:
-                    raise self._too_large()
-            return message
-
-        return receive_limited
-
-    def _too_large(self) -> APIError:
-        # The rest of the body is not read, so the connection cannot be reused.
-        return APIError(
-            413,
-            f"the body exceeds the limit of {self.max_body_bytes} bytes",
-            code="body_too_large",
-            headers={"Connection": "close"},
-        )

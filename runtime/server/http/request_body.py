@@ -25,20 +25,28 @@ LINGER_SECONDS = 1.0
 
 @dataclass
 class BodyBudgetMiddleware:
-    """ASGI middleware: a 429 for a request whose body would bring the total above `max_bytes`."""
+    """ASGI middleware: a 413 for a body of more than `max_body_bytes`, and a 429 for one that would
+    bring the total above `max_bytes`.
+    """
 
     app: ASGIApp
+    max_body_bytes: int
     max_bytes: int
     bytes_held: int = 0
     _trimming: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdecimal() and int(length) > self.max_body_bytes:
+            raise self._too_large()
         bytes_held = received = 0
 
         async def receive_counted() -> Message:
             nonlocal bytes_held, received
             message = await receive()
             size = len(message.get("body", b""))
+            if received + size > self.max_body_bytes:
+                raise self._too_large()
             if self.bytes_held + size > self.max_bytes:
                 error = self._over_budget()
                 # Release now, so that no other request is rejected because of this one.
@@ -62,8 +70,17 @@ class BodyBudgetMiddleware:
         self._trimming = False
         asyncio.get_running_loop().run_in_executor(None, _trim_heap)
 
+    # The rest of the body is not read, so the connection cannot be reused.
+
+    def _too_large(self) -> APIError:
+        return APIError(
+            413,
+            f"the body exceeds the limit of {self.max_body_bytes} bytes",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
     def _over_budget(self) -> APIError:
-        # The rest of the body is not read, so the connection cannot be reused.
         return APIError(
             429,
             f"the bodies of all running requests have {self.bytes_held} bytes, the limit is "
