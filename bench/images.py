@@ -34,7 +34,7 @@ import torch
 from decode import profile
 from torch import Tensor, nn
 
-from atomc.runtime.images.processor import ImageProcessor, PreparedImage
+from atomc.runtime.images.processor import ImageProcessor
 from atomc.runtime.llm import LLM
 from atomc.runtime.requests.request import PromptImage
 from atomc.runtime.requests.sampling_params import SamplingParams
@@ -175,7 +175,7 @@ def image_processor(config: dict[str, Any]) -> ImageProcessor | None:
 
 def prepared(
     processor: ImageProcessor | None, config: dict[str, Any], side: int, seed: int
-) -> tuple[PreparedImage, float | None]:
+) -> tuple[PromptImage, float | None]:
     """An image of random pixels as patches, and the milliseconds that the processor took."""
     random = np.random.default_rng(seed)
     if processor is not None:
@@ -190,10 +190,10 @@ def prepared(
     width = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     pixels = random.uniform(-1, 1, (grid[1] * grid[2], width)).astype(np.float32).tobytes()
     length = grid[1] * grid[2] // vision["spatial_merge_size"] ** 2
-    return PreparedImage(length, grid, pixels, hashlib.blake2b(pixels).digest()), None
+    return PromptImage(0, length, grid, pixels, hashlib.blake2b(pixels).digest()), None
 
 
-def prompt_of(image: PreparedImage, config: dict[str, Any]) -> dict[str, Any]:
+def prompt_of(image: PromptImage, config: dict[str, Any]) -> dict[str, Any]:
     """As LLM.generate takes it: text, the image, text."""
     before = [config["vision_start_token_id"]]
     after = [config["vision_end_token_id"], *range(5, 5 + TEXT - 2)]

@@ -8,8 +8,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from atomc.files.json_types import JSONObject
 from atomc.runtime.images.image_error import ImageError
-from atomc.runtime.images.processor import PlaceholderTokens, PreparedImage, Reserve, image_tokens
+from atomc.runtime.images.processor import PlaceholderTokens, Reserve, image_tokens
 from atomc.runtime.processes.fork_server import ForkServer
+from atomc.runtime.requests.request import PromptImage
 
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer
@@ -66,7 +67,7 @@ class ImageDecoder:
         *,
         max_pixels: int,
         max_bytes: int,
-    ) -> PreparedImage:
+    ) -> PromptImage:
         """The prepared image of a data: URL, or of a file. Shutting the connection down in another
         thread ends the call and the work.
 
@@ -100,7 +101,7 @@ class ImageDecoder:
             raise RuntimeError("the process that decodes an image ended before its last pixel")
         temporal, vertical, horizontal = result["grid"]
         grid = (temporal, vertical, horizontal)
-        return PreparedImage(message["length"], grid, pixels, bytes.fromhex(result["digest"]))
+        return PromptImage(0, message["length"], grid, pixels, bytes.fromhex(result["digest"]))
 
     def _answer(self, file: "IO[bytes]") -> "dict[str, Any]":
         """The next message of the worker that is not an error."""

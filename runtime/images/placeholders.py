@@ -6,10 +6,10 @@ runs, and what it stands for is tokenized in two pieces, which no special token 
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from atomc.runtime.images.image_error import ImageError
-from atomc.runtime.images.processor import PreparedImage
 from atomc.runtime.requests.request import PromptImage
 
 
@@ -73,7 +73,7 @@ def check_image_tokens(tokens: Sequence[int], image_token_id: int, num_images: i
 
 
 def place_images(
-    tokens: Sequence[int], image_token_id: int, images: Sequence[PreparedImage]
+    tokens: Sequence[int], image_token_id: int, images: Sequence[PromptImage]
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
     """The prompt with all tokens of each image, and the images with their positions."""
     placed: list[PromptImage] = []
@@ -82,9 +82,7 @@ def place_images(
         if token != image_token_id:
             prompt.append(token)
             continue
-        image = images[len(placed)]
-        placed.append(
-            PromptImage(len(prompt), image.length, image.grid, image.pixels, image.digest)
-        )
+        image = replace(images[len(placed)], start=len(prompt))
+        placed.append(image)
         prompt += [token] * image.length
     return prompt, tuple(placed)

@@ -13,6 +13,7 @@ import numpy as np
 
 from atomc.files.json_types import JSONObject
 from atomc.runtime.images.image_error import ImageError
+from atomc.runtime.requests.request import PromptImage
 
 if TYPE_CHECKING:  # optional
     from PIL.Image import Image
@@ -25,16 +26,6 @@ CHANNELS = 3
 INSTALL = "pip install 'atomc[images]'"
 # Called with the tokens and bytes of an image before its patches are made; may raise.
 Reserve: TypeAlias = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class PreparedImage:
-    """An image as patches; the fields as in PromptImage."""
-
-    length: int
-    grid: tuple[int, int, int]
-    pixels: bytes
-    digest: bytes
 
 
 @dataclass(frozen=True)
@@ -75,8 +66,8 @@ class ImageProcessor:
         except ValueError as error:
             raise ImageError(f"{width} x {height} pixels: {error}") from error
 
-    def prepare(self, image: "Image", reserve: Reserve | None = None) -> PreparedImage:
-        """The image as patches. Raises ImageError, and what `reserve` raises."""
+    def prepare(self, image: "Image", reserve: Reserve | None = None) -> PromptImage:
+        """The image as patches, in no prompt yet. Raises ImageError, and what `reserve` raises."""
         num_patches = self.num_patches(*image.size)
         length = num_patches // self._processor.merge_size**2
         if reserve is not None:
@@ -91,7 +82,7 @@ class ImageProcessor:
         pixels = patches.tobytes()
         digest = hashlib.blake2b(repr(grid).encode(), digest_size=32)
         digest.update(pixels)
-        return PreparedImage(length, grid, pixels, digest.digest())
+        return PromptImage(0, length, grid, pixels, digest.digest())
 
 
 def image_tokens(

@@ -34,7 +34,8 @@ class TokenLogprobs:
 class PromptImage:
     """An image, or one temporal patch of a video. msgspec can encode it.
 
-    start    position of its first token in the prompt; these tokens are the model's image token
+    start    position of its first token in the prompt; these tokens are the model's image token. 0
+             until the prompt is made
     length   number of its tokens
     grid     number of patches: temporal, vertical, horizontal
     pixels   the patches as transformers' processor orders them, fp32 [patches, values], row-major

@@ -10,12 +10,7 @@ from atomc.runtime.images.decode import decode_image, rgb_image
 from atomc.runtime.images.image_error import ImageError
 from atomc.runtime.images.media_access import MediaAccess
 from atomc.runtime.images.placeholders import Placeholders, check_image_tokens, place_images
-from atomc.runtime.images.processor import (
-    ImageProcessor,
-    PreparedImage,
-    image_tokens,
-    load_image_processor,
-)
+from atomc.runtime.images.processor import ImageProcessor, image_tokens, load_image_processor
 from atomc.runtime.requests.request import PromptImage
 from atomc.runtime.text.chat_template import load_chat_template
 from atomc.runtime.text.detokenizer import Tokenizer, encode
@@ -73,7 +68,7 @@ class ChatPrompts:
         return place_images(tokens, ids.image, prepared)
 
 
-def _prepared(processor: ImageProcessor, number: int, source: ImageSource) -> PreparedImage:
+def _prepared(processor: ImageProcessor, number: int, source: ImageSource) -> PromptImage:
     try:
         if isinstance(source, str):
             return processor.prepare(decode_image(ACCESS.read(source)))

@@ -23,8 +23,8 @@ from atomc.runtime.images.media_access import (
     is_web_url,
     real_folders,
 )
-from atomc.runtime.images.processor import PreparedImage
 from atomc.runtime.images.web_fetch import WebFetch
+from atomc.runtime.requests.request import PromptImage
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.http.responses import invalid
 from atomc.runtime.server.service.image_budget import ImageReservation
@@ -89,7 +89,7 @@ class ImageReader:
 
     async def prepare(
         self, sources: Sequence[ImageSource], limits: RequestLimits
-    ) -> list[PreparedImage]:
+    ) -> list[PromptImage]:
         """The prepared images. Raises a 400 for the first that cannot be used, and a 429 for too
         many bytes of all requests.
         """
@@ -107,7 +107,7 @@ class ImageReader:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _prepare_one(self, source: ImageSource, limits: RequestLimits) -> PreparedImage:
+    async def _prepare_one(self, source: ImageSource, limits: RequestLimits) -> PromptImage:
         if not isinstance(source, str):
             raise ImageError(f"it is a {type(source).__name__}, expected a URL")
         async with limits.turn:
@@ -127,7 +127,7 @@ class ImageReader:
         limits.take_file(len(data))
         return data
 
-    async def _decode(self, source: str | bytes, limits: RequestLimits) -> PreparedImage:
+    async def _decode(self, source: str | bytes, limits: RequestLimits) -> PromptImage:
         """source: a data: URL, or a file."""
         try:
             async with self._decoding:
@@ -138,7 +138,7 @@ class ImageReader:
 
     async def _decode_within(
         self, max_pixels: int, source: str | bytes, limits: RequestLimits
-    ) -> PreparedImage:
+    ) -> PromptImage:
         loop = asyncio.get_running_loop()
         connection = await loop.run_in_executor(self._threads, self.decoder.connect)
         prepare = partial(
