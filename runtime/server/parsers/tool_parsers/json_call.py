@@ -1,6 +1,8 @@
 """Parses a tool call written as JSON, {"name": "f", "arguments": {...}}, character by character."""
 
 import json
+from collections.abc import Generator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 KNOWN_KEYS = ("name", *ARGUMENT_KEYS, "id", "type")
@@ -65,10 +67,8 @@ class JsonCallParser:
         self._strict = strict
         self._arguments_started = False
         self._arguments: list[str] = []  # not taken yet
-        self._key = ""
-        self._token: list[str] = []  # of a value
-        self._value = JsonScanner()
-        self._state = self._expect_object
+        self._reader = self._read()
+        next(self._reader)
 
     @property
     def started(self) -> bool:
@@ -79,126 +79,101 @@ class JsonCallParser:
         done or invalid before.
         """
         for index in range(start, len(text)):
-            self._state(text[index])
-            if self.invalid:
-                return index - start
-            if self.done:
+            try:
+                self._reader.send(text[index])
+            except StopIteration:
+                self.done = True
                 return index + 1 - start
+            except (ValueError, RecursionError):
+                self.invalid = True
+                return index - start
         return len(text) - start
 
     def take(self) -> str:
         """The arguments parsed since the last call."""
-        taken, self._arguments = self._arguments, []
-        return "".join(taken)
+        taken = "".join(self._arguments)
+        self._arguments.clear()
+        return taken
 
-    def _expect_object(self, char: str) -> None:
-        if char == "{":
-            self._state = self._expect_key
-        elif char not in SPACE:
-            self.invalid = True
-
-    def _expect_key(self, char: str) -> None:
-        if char == '"':
-            self._start_value(char)
-            self._state = self._read_key
-        elif char == "}":
-            self._end()
-        elif char not in SPACE:
-            self.invalid = True
-
-    def _read_key(self, char: str) -> None:
-        if self._continue_value(char):
-            self._key = str(self._decoded())
-            self._state = self._expect_colon
-            self.invalid |= self._strict and self._key not in KNOWN_KEYS
-
-    def _expect_colon(self, char: str) -> None:
-        if char == ":":
-            self._state = self._expect_value
-        elif char not in SPACE:
-            self.invalid = True
-
-    def _expect_value(self, char: str) -> None:
-        if char in SPACE:
-            return
-        self._start_value(char)
-        if self._key in ARGUMENT_KEYS and char == "{" and not self._arguments_started:
-            self._arguments = [char]
-            self._arguments_started = True
-            self._state = self._read_arguments
-        elif char in '{["':
-            self._state = self._read_value
-        elif char.isalnum() or char == "-":
-            self._state = self._read_scalar
-        else:
-            self.invalid = True
-
-    def _read_arguments(self, char: str) -> None:
-        self._value.feed(char)
-        if self._value.stopped:
-            self.invalid = True
-            return
-        self._arguments.append(char)
-        if self._value.done:
-            self._state = self._end_value
-
-    def _read_value(self, char: str) -> None:
-        if self._continue_value(char):
-            self._assign()
-
-    def _read_scalar(self, char: str) -> None:
-        if char in SPACE or char in ",}":
-            self._assign()
-            if not self.invalid:
-                self._end_value(char)
-        else:
-            self._token.append(char)
-
-    def _end_value(self, char: str) -> None:
-        if char == ",":
-            self._state = self._expect_key
-        elif char == "}":
-            self._end()
-        elif char not in SPACE:
-            self.invalid = True
-
-    def _start_value(self, char: str) -> None:
-        self._token = [char]
-        self._value = JsonScanner()
-        self._value.feed(char)
-
-    def _continue_value(self, char: str) -> bool:
-        """Whether the value ends with this character."""
-        self._value.feed(char)
-        self.invalid = self._value.stopped
-        self._token.append(char)
-        return self._value.done
-
-    def _assign(self) -> None:
-        value = self._decoded()
-        self._state = self._end_value
-        if self._key == "name" and not self.started:
-            self.name = value if isinstance(value, str) else ""
-            self.invalid = not self.name
-        elif self._key in ARGUMENT_KEYS and not self._arguments_started and value is not None:
-            # Some models write the arguments as a string that contains JSON.
-            if isinstance(value, str):
-                self._arguments_started, self._arguments = True, [value or "{}"]
+    def _read(self) -> "Reader[None]":
+        """Reads the object. Raises ValueError or RecursionError if it is not a call."""
+        _expect((yield from _read_visible()) == "{")
+        char = yield from _read_visible()
+        while char != "}":
+            _expect(char == '"')
+            key = _decoded((yield from _read_value([char])))
+            _expect(key in KNOWN_KEYS or not self._strict)
+            _expect((yield from _read_visible()) == ":")
+            char = yield from _read_visible()
+            if key in ARGUMENT_KEYS and char == "{" and not self._arguments_started:
+                self._start_arguments(char)
+                yield from _read_value(self._arguments)
+                char = yield from _read_visible()
+            elif char in '{["':
+                self._assign(key, _decoded((yield from _read_value([char]))))
+                char = yield from _read_visible()
             else:
-                self.invalid = True
-
-    def _decoded(self) -> object:
-        try:
-            return json.loads("".join(self._token), strict=False)
-        except (ValueError, RecursionError):
-            self.invalid = True
-            return None
-
-    def _end(self) -> None:
-        if not self.name or (self._strict and not self._arguments_started):
-            self.invalid = True
-            return
+                scalar, char = yield from _read_scalar(char)
+                self._assign(key, _decoded(scalar))
+                if char in SPACE:
+                    char = yield from _read_visible()
+            _expect(char in ",}")
+            if char == ",":
+                char = yield from _read_visible()
+        _expect(bool(self.name) and (self._arguments_started or not self._strict))
         if not self._arguments_started:
-            self._arguments_started = True
-            self._arguments = ["{}"]
-        self.done = True
+            self._start_arguments("{}")
+
+    def _start_arguments(self, text: str) -> None:
+        self._arguments_started, self._arguments = True, [text]
+
+    def _assign(self, key: Any, value: Any) -> None:
+        if key == "name" and not self.started:
+            self.name = value if isinstance(value, str) else ""
+            _expect(bool(self.name))
+        elif key in ARGUMENT_KEYS and not self._arguments_started and value is not None:
+            # Some models write the arguments as a string that contains JSON.
+            _expect(isinstance(value, str))
+            self._start_arguments(value or "{}")
+
+
+# Parts of a text that gets its characters by `send`.
+T = TypeVar("T")
+Reader: TypeAlias = Generator[None, str, T]
+
+
+def _read_visible() -> Reader[str]:
+    """The next character that is not white space."""
+    while (char := (yield)) in SPACE:
+        pass
+    return char
+
+
+def _read_value(text: list[str]) -> Reader[list[str]]:
+    """The list, to which the rest of the object, list or string is appended that begins there."""
+    value = JsonScanner()
+    value.feed(text[0])
+    while not value.done:
+        char = yield
+        value.feed(char)
+        _expect(not value.stopped)
+        text.append(char)
+    return text
+
+
+def _read_scalar(char: str) -> Reader[tuple[list[str], str]]:
+    """The number or word that begins with this character, and the character after it."""
+    _expect(char.isalnum() or char == "-")
+    text = [char]
+    while (char := (yield)) not in SPACE and char not in ",}":
+        text.append(char)
+    return text, char
+
+
+def _decoded(text: Sequence[str]) -> Any:
+    return json.loads("".join(text), strict=False)
+
+
+def _expect(holds: bool) -> None:
+    if not holds:
+        raise ValueError
