@@ -6,36 +6,11 @@ from itertools import groupby
 from typing import Literal, TypeAlias
 
 from atomc.files.json_types import JSON
-from atomc.runtime.server.anthropic.request import (
-    AssistantBlock,
-    Base64Source,
-    CustomTool,
-    ImageBlock,
-    MessagesRequest,
-    NamedToolChoice,
-    OutputConfig,
-    PromptRequest,
-    TextBlock,
-    ThinkingBlock,
-    ToolChoice,
-    ToolResultBlock,
-    ToolUseBlock,
-    UrlSource,
-    UserBlock,
-)
-from atomc.runtime.server.service.protocol import (
-    ChatRequest,
-    Function,
-    JSONObject,
-    JsonSchema,
-    NamedFunction,
-    NamedTool,
-    ResponseFormat,
-    SamplingFields,
-    Tool,
-)
+from atomc.runtime.server.anthropic import request as anthropic
+from atomc.runtime.server.service import protocol
+from atomc.runtime.server.service.protocol import JSONObject
 
-AnyBlock: TypeAlias = UserBlock | AssistantBlock
+AnyBlock: TypeAlias = anthropic.UserBlock | anthropic.AssistantBlock
 # Claude Code begins the system prompt with this line, whose value is another in each request: the
 # prefix cache would never match.
 BILLING = "x-anthropic-billing-header:"
@@ -43,17 +18,17 @@ BILLING = "x-anthropic-billing-header:"
 EFFORTS = {"xhigh": "high", "max": "high"}
 
 
-def generation_request(body: MessagesRequest) -> ChatRequest:
-    names = ("max_tokens", *SamplingFields.model_fields)
+def generation_request(body: anthropic.MessagesRequest) -> protocol.ChatRequest:
+    names = ("max_tokens", *protocol.SamplingFields.model_fields)
     update = {"stop": body.stop_sequences, **{name: getattr(body, name) for name in names}}
     return prompt_request(body).model_copy(update=update)
 
 
-def prompt_request(body: PromptRequest) -> ChatRequest:
+def prompt_request(body: anthropic.PromptRequest) -> protocol.ChatRequest:
     """A chat request with the same prompt. All fields about the generation have defaults."""
-    choice, output = body.tool_choice, body.output_config or OutputConfig()
+    choice, output = body.tool_choice, body.output_config or anthropic.OutputConfig()
     effort = output.effort
-    return ChatRequest(
+    return protocol.ChatRequest(
         model=body.model,
         messages=list(_messages(body)),
         continue_final_message=bool(body.messages) and body.messages[-1].role == "assistant",
@@ -62,35 +37,36 @@ def prompt_request(body: PromptRequest) -> ChatRequest:
         parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
         chat_template_kwargs=_thinking_switch(body) | (body.chat_template_kwargs or {}),
         reasoning_effort=None if effort is None else EFFORTS.get(effort, effort),
-        response_format=ResponseFormat(
-            type="json_schema", json_schema=JsonSchema(name="output", schema=output.format.schema_)
+        response_format=protocol.ResponseFormat(
+            type="json_schema",
+            json_schema=protocol.JsonSchema(name="output", schema=output.format.schema_),
         )
         if output.format
         else None,
     )
 
 
-def _tool(tool: CustomTool) -> Tool:
-    function = Function(
+def _tool(tool: anthropic.CustomTool) -> protocol.Tool:
+    function = protocol.Function(
         name=tool.name,
         description=tool.description,
         parameters=tool.input_schema,
         strict=tool.strict,
     )
-    return Tool(type="function", function=function)
+    return protocol.Tool(type="function", function=function)
 
 
 def _tool_choice(
-    choice: ToolChoice | NamedToolChoice | None,
-) -> Literal["none", "auto", "required"] | NamedTool | None:
+    choice: anthropic.ToolChoice | anthropic.NamedToolChoice | None,
+) -> Literal["none", "auto", "required"] | protocol.NamedTool | None:
     if choice is None:
         return None
-    if isinstance(choice, NamedToolChoice):
-        return NamedTool(function=NamedFunction(name=choice.name))
+    if isinstance(choice, anthropic.NamedToolChoice):
+        return protocol.NamedTool(function=protocol.NamedFunction(name=choice.name))
     return "required" if choice.type == "any" else choice.type
 
 
-def _thinking_switch(body: PromptRequest) -> JSONObject:
+def _thinking_switch(body: anthropic.PromptRequest) -> JSONObject:
     """Variables that switch the reasoning in chat templates, of Qwen3 and GLM, of DeepSeek-V3.1 and
     Granite. Templates without a switch do not read them.
     """
@@ -100,7 +76,7 @@ def _thinking_switch(body: PromptRequest) -> JSONObject:
     return {"enable_thinking": on, "thinking": on}
 
 
-def _messages(body: PromptRequest) -> Iterator[JSONObject]:
+def _messages(body: anthropic.PromptRequest) -> Iterator[JSONObject]:
     """Consecutive messages of one role are one turn, as in Anthropic's API."""
     if system := _system_parts(body.system or ()):
         yield {"role": "system", "content": _content(system)}
@@ -115,7 +91,7 @@ def _messages(body: PromptRequest) -> Iterator[JSONObject]:
 
 
 def _system_parts(blocks: Sequence[AnyBlock]) -> list[JSONObject]:
-    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    texts = [block.text for block in blocks if isinstance(block, anthropic.TextBlock)]
     texts = [text.partition("\n")[2] if text.startswith(BILLING) else text for text in texts]
     return [_text_part(text) for text in texts if text]
 
@@ -124,9 +100,9 @@ def _user_messages(blocks: Sequence[AnyBlock]) -> Iterator[JSONObject]:
     """A message for each result of a tool, and for what the user says around the results."""
     parts: list[JSONObject] = []
     for block in blocks:
-        if isinstance(block, TextBlock | ImageBlock):
+        if isinstance(block, anthropic.TextBlock | anthropic.ImageBlock):
             parts.append(_part(block))
-        elif isinstance(block, ToolResultBlock):
+        elif isinstance(block, anthropic.ToolResultBlock):
             if parts:
                 yield {"role": "user", "content": _content(parts)}
                 parts = []
@@ -137,9 +113,11 @@ def _user_messages(blocks: Sequence[AnyBlock]) -> Iterator[JSONObject]:
 
 
 def _assistant_message(blocks: Sequence[AnyBlock]) -> JSONObject:
-    texts = [_text_part(block.text) for block in blocks if isinstance(block, TextBlock)]
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    calls: list[JSON] = [_tool_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    texts = [_text_part(block.text) for block in blocks if isinstance(block, anthropic.TextBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, anthropic.ThinkingBlock)]
+    calls: list[JSON] = [
+        _tool_call(block) for block in blocks if isinstance(block, anthropic.ToolUseBlock)
+    ]
     message: JSONObject = {"role": "assistant", "content": _content(texts)}
     if calls:
         message |= {"content": _content(texts) if texts else None, "tool_calls": calls}
@@ -148,19 +126,19 @@ def _assistant_message(blocks: Sequence[AnyBlock]) -> JSONObject:
     return message
 
 
-def _tool_call(block: ToolUseBlock) -> JSONObject:
+def _tool_call(block: anthropic.ToolUseBlock) -> JSONObject:
     arguments = json.dumps(block.input, ensure_ascii=False)
     function: JSONObject = {"name": block.name, "arguments": arguments}
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _part(block: TextBlock | ImageBlock) -> JSONObject:
-    if isinstance(block, TextBlock):
+def _part(block: anthropic.TextBlock | anthropic.ImageBlock) -> JSONObject:
+    if isinstance(block, anthropic.TextBlock):
         return _text_part(block.text)
     match block.source:
-        case Base64Source(media_type=media_type, data=data):
+        case anthropic.Base64Source(media_type=media_type, data=data):
             url = f"data:{media_type};base64,{data}"
-        case UrlSource(url=url):
+        case anthropic.UrlSource(url=url):
             pass
     return {"type": "image_url", "image_url": {"url": url}}
 
