@@ -19,21 +19,10 @@ from atomc.runtime.server.parsers.message_deltas import (
     ToolCallStart,
     merge_deltas,
 )
+from atomc.runtime.server.service import response_types as types
 from atomc.runtime.server.service.generation import Answer
 from atomc.runtime.server.service.logprobs import chat_logprobs, encoded, prompt_logprobs
 from atomc.runtime.server.service.protocol import ChatRequest
-from atomc.runtime.server.service.response_types import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChatTokenLogprob,
-    FunctionCall,
-    ToolCall,
-)
 from atomc.runtime.server.service.service import Service
 
 
@@ -48,7 +37,7 @@ class _ChoiceState:
 
     deltas: list[MessageDelta] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[ChatTokenLogprob | msgspec.Raw] = field(
+    logprobs: list[types.ChatTokenLogprob | msgspec.Raw] = field(
         default_factory=list
     )  # encoded per delta, to keep the event loop free
     finish_reason: str | None = None
@@ -62,7 +51,7 @@ class ChatAnswer(Answer[ChatRequest]):
         super().__init__(body, chat.generation)
         self.chat, self.id = chat, f"chatcmpl-{self.request_id}"
 
-    async def complete(self) -> ChatCompletion:
+    async def complete(self) -> types.ChatCompletion:
         states = [_ChoiceState() for _ in range(self.body.n)]
         async for delta in self.chat:
             state = states[delta.index]
@@ -71,7 +60,7 @@ class ChatAnswer(Answer[ChatRequest]):
             state.finish_reason, state.stop_reason = delta.finish_reason, delta.stop_reason
             if self.body.logprobs:
                 state.logprobs += encoded(self._logprobs(delta.logprobs)["content"])
-        choices: list[ChatChoice] = [
+        choices: list[types.ChatChoice] = [
             {
                 "index": index,
                 "message": _message(state.deltas),
@@ -83,7 +72,7 @@ class ChatAnswer(Answer[ChatRequest]):
             }
             for index, state in enumerate(states)
         ]
-        response: ChatCompletion = {
+        response: types.ChatCompletion = {
             "id": self.id,
             "created": self.created,
             "model": self.generation.model_name,
@@ -141,7 +130,7 @@ class ChatAnswer(Answer[ChatRequest]):
                 event["usage"] = self.generation.usage()
             yield sse_event(event)
 
-    def _event(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+    def _event(self, choices: list[types.ChatChunkChoice]) -> types.ChatChunk:
         return {
             "id": self.id,
             "created": self.created,
@@ -150,7 +139,7 @@ class ChatAnswer(Answer[ChatRequest]):
             "choices": choices,
         }
 
-    def _chunks(self, delta: ChoiceDelta, started: set[int]) -> list[ChatChunkChoice]:
+    def _chunks(self, delta: ChoiceDelta, started: set[int]) -> list[types.ChatChunkChoice]:
         """One chunk per message delta; the first has the log-probabilities and tokens. A separate
         last one has the finish reason. started: the choices that had a chunk, to which this one is
         added.
@@ -161,7 +150,7 @@ class ChatAnswer(Answer[ChatRequest]):
             deltas = deltas or [{"content": ""}]
             deltas[0] = {"role": "assistant", **deltas[0]}
         empty = _empty_chunk(delta.index)
-        chunks: list[ChatChunkChoice] = [{**empty, "delta": part} for part in deltas]
+        chunks: list[types.ChatChunkChoice] = [{**empty, "delta": part} for part in deltas]
         if self.body.logprobs and delta.logprobs:
             chunks = chunks or [empty.copy()]
             chunks[0]["logprobs"] = self._logprobs(delta.logprobs)
@@ -174,22 +163,22 @@ class ChatAnswer(Answer[ChatRequest]):
             )
         return chunks
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> types.ChatLogprobs:
         return chat_logprobs(self.service.model, logprobs, self.body.top_logprobs or 0)
 
 
-def _empty_chunk(index: int) -> ChatChunkChoice:
+def _empty_chunk(index: int) -> types.ChatChunkChoice:
     return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
 
 
-def _delta(delta: MessageDelta) -> ChatDelta:
+def _delta(delta: MessageDelta) -> types.ChatDelta:
     match delta:
         case ReasoningDelta(text):
             return {"reasoning_content": text}
         case ContentDelta(text):
             return {"content": text}
         case ToolCallStart(index, call_id, name):
-            function: FunctionCall = {"name": name, "arguments": ""}
+            function: types.FunctionCall = {"name": name, "arguments": ""}
             return {
                 "tool_calls": [
                     {"index": index, "id": call_id, "type": "function", "function": function}
@@ -199,11 +188,11 @@ def _delta(delta: MessageDelta) -> ChatDelta:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _message(deltas: Sequence[MessageDelta]) -> ChatMessage:
+def _message(deltas: Sequence[MessageDelta]) -> types.ChatMessage:
     """The message that the deltas add up to; content is null if there are only tool calls."""
     content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
     reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
-    calls: list[ToolCall] = []
+    calls: list[types.ToolCall] = []
     for delta in merge_deltas(deltas):
         if isinstance(delta, ToolCallStart):
             calls.append(
@@ -215,7 +204,7 @@ def _message(deltas: Sequence[MessageDelta]) -> ChatMessage:
             )
         elif isinstance(delta, ToolCallArguments):
             calls[delta.index]["function"]["arguments"] += delta.text
-    message: ChatMessage = {
+    message: types.ChatMessage = {
         "role": "assistant",
         "content": content if content or not calls else None,
         "refusal": None,

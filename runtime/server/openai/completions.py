@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.server.http.responses import SSE_DONE, TextEvents, invalid, sse_event
+from atomc.runtime.server.service import response_types as types
 from atomc.runtime.server.service.generation import Answer, Choice, Generation
 from atomc.runtime.server.service.logprobs import (
     TextOffsets,
@@ -18,12 +19,6 @@ from atomc.runtime.server.service.logprobs import (
     prompt_logprobs,
 )
 from atomc.runtime.server.service.protocol import CompletionRequest
-from atomc.runtime.server.service.response_types import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    Usage,
-)
 from atomc.runtime.server.service.sampling import (
     check_context_length,
     check_logprobs,
@@ -55,7 +50,7 @@ class CompletionDelta:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    openai_logprobs: CompletionLogprobs | None = None
+    openai_logprobs: types.CompletionLogprobs | None = None
 
 
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
@@ -111,7 +106,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             for choice in generation.choices.values()
         }
 
-    def _response(self, choices: list[CompletionChoice]) -> Completion:
+    def _response(self, choices: list[types.CompletionChoice]) -> types.Completion:
         return {
             "id": f"cmpl-{self.request_id}",
             "object": "text_completion",
@@ -120,7 +115,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             "choices": choices,
         }
 
-    async def complete(self) -> Completion:
+    async def complete(self) -> types.Completion:
         parts = {choice.index: CompletionDelta() for choice in self.generation.choices.values()}
         texts: dict[int, list[str]] = {index: [] for index in parts}
         async for choice, delta in self.generation:
@@ -151,7 +146,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
                 )
         return self._response(choices) | {"usage": self._usage()}
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> types.Usage:
         usage = self.generation.usage()
         if self.prompt_only:  # the client did not ask for the token that was computed
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
@@ -228,7 +223,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             else await self.service.model.decode(choice.prompt, skip_special_tokens=True)
         )
 
-    async def _logprobs(self, index: int, part: CompletionDelta) -> CompletionLogprobs | None:
+    async def _logprobs(self, index: int, part: CompletionDelta) -> types.CompletionLogprobs | None:
         """Log-probabilities of `part`, in OpenAI's format; many are formatted in a thread. None if
         the request asks for none.
         """
@@ -241,8 +236,8 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
 
 def _choice(
-    index: int, part: CompletionDelta, logprobs: CompletionLogprobs | None
-) -> CompletionChoice:
+    index: int, part: CompletionDelta, logprobs: types.CompletionLogprobs | None
+) -> types.CompletionChoice:
     return {
         "index": index,
         "text": part.text,
@@ -252,7 +247,7 @@ def _choice(
     }
 
 
-def _extend(logprobs: CompletionLogprobs, new: CompletionLogprobs) -> None:
+def _extend(logprobs: types.CompletionLogprobs, new: types.CompletionLogprobs) -> None:
     """Append the new items."""
     logprobs["tokens"] += new["tokens"]
     logprobs["token_logprobs"] += new["token_logprobs"]

@@ -8,27 +8,11 @@ from pydantic import BeforeValidator, Field, JsonValue
 from atomc.files.json_types import JSONObject as Item
 from atomc.runtime.server.http.responses import invalid
 from atomc.runtime.server.responses.items import chat_messages
-from atomc.runtime.server.service.protocol import (
-    AllowedTools,
-    ChatRequest,
-    FailFastList,
-    Function,
-    Int64,
-    JSONObject,
-    JsonSchema,
-    NamedFunction,
-    NamedTool,
-    RequestModel,
-    ResponseFormat,
-    SamplingRequest,
-    Tool,
-    ToolChoice,
-    ToolSubset,
-    expected,
-)
+from atomc.runtime.server.service import protocol
+from atomc.runtime.server.service.protocol import FailFastList, Int64, JSONObject, RequestModel
 
 LOGPROBS = "message.output_text.logprobs"
-# Fields that a chat request has, too, besides those of SamplingRequest.
+# Fields that a chat request has, too, besides those of protocol.SamplingRequest.
 CHAT_FIELDS = ("logprobs", "top_logprobs", "parallel_tool_calls", "chat_template_kwargs")
 
 
@@ -42,7 +26,7 @@ def _check_tool_choice(value: JsonValue) -> JsonValue:
     return value
 
 
-class FunctionTool(Function):
+class FunctionTool(protocol.Function):
     type: Literal["function"]
 
 
@@ -83,8 +67,10 @@ class ResponseStreamOptions(RequestModel):
     include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: ignored
 
 
-class ResponsesRequest(SamplingRequest):
-    input: Annotated[str | FailFastList[JSONObject], expected("a string or a list of items")]
+class ResponsesRequest(protocol.SamplingRequest):
+    input: Annotated[
+        str | FailFastList[JSONObject], protocol.expected("a string or a list of items")
+    ]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -165,15 +151,17 @@ def check_supported(body: ResponsesRequest) -> None:
         raise invalid(f"top_logprobs needs include=[{LOGPROBS!r}]", "top_logprobs")
 
 
-def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
+def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> protocol.ChatRequest:
     """The chat that answers these items."""
-    names = (*SamplingRequest.model_fields, *CHAT_FIELDS)
+    names = (*protocol.SamplingRequest.model_fields, *CHAT_FIELDS)
     shared: dict[str, Any] = {name: getattr(body, name) for name in names}
     tools = [
-        Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
+        protocol.Tool(
+            type="function", function=protocol.Function(**tool.model_dump(exclude={"type"}))
+        )
         for tool in body.tools or ()
     ]
-    return ChatRequest(
+    return protocol.ChatRequest(
         **shared,
         messages=chat_messages(body.instructions, items),
         max_completion_tokens=body.max_output_tokens,
@@ -184,26 +172,29 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     )
 
 
-def _tool_choice(body: ResponsesRequest) -> ToolChoice | None:
+def _tool_choice(body: ResponsesRequest) -> protocol.ToolChoice | None:
     match body.tool_choice:
         case FunctionChoice(name=name):
-            return NamedTool(function=NamedFunction(name=name))
+            return protocol.NamedTool(function=protocol.NamedFunction(name=name))
         case AllowedFunctions(mode=mode, tools=functions):
-            tools = [NamedTool(function=NamedFunction(name=tool.name)) for tool in functions]
-            return AllowedTools(allowed_tools=ToolSubset(mode=mode, tools=tools))
+            tools = [
+                protocol.NamedTool(function=protocol.NamedFunction(name=tool.name))
+                for tool in functions
+            ]
+            return protocol.AllowedTools(allowed_tools=protocol.ToolSubset(mode=mode, tools=tools))
         case choice:
             return choice
 
 
-def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
+def _response_format(body: ResponsesRequest) -> protocol.ResponseFormat | None:
     text = body.text.format if body.text is not None else None
     if text is None or text.type == "text":
         return None
     if text.type == "json_object":
-        return ResponseFormat(type="json_object")
+        return protocol.ResponseFormat(type="json_object")
     if text.name is None or text.schema_ is None:
         raise invalid("text.format 'json_schema' needs the fields name and schema", "text")
-    schema = JsonSchema(
+    schema = protocol.JsonSchema(
         name=text.name, description=text.description, schema=text.schema_, strict=text.strict
     )
-    return ResponseFormat(type="json_schema", json_schema=schema)
+    return protocol.ResponseFormat(type="json_schema", json_schema=schema)
