@@ -2,11 +2,10 @@
 
 import asyncio
 import base64
-import math
-import struct
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -95,17 +94,10 @@ def _encode_embedding(vector: Sequence[float], body: EmbeddingRequest) -> msgspe
             "model's embeddings",
             "dimensions",
         )
-    vector = _normalize(vector) if body.normalize else vector
-    return msgspec.Raw(
-        msgspec.json.encode(_base64(vector) if body.encoding_format == "base64" else vector)
-    )
-
-
-def _normalize(vector: Sequence[float]) -> list[float]:
-    length = math.sqrt(sum(value * value for value in vector)) or 1.0
-    return [value / length for value in vector]
-
-
-def _base64(vector: Sequence[float]) -> str:
-    """OpenAI's format: little-endian fp32."""
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    values = np.array(vector)
+    if body.normalize:
+        values /= np.linalg.norm(values) or 1.0
+    if body.encoding_format == "float":
+        return msgspec.Raw(msgspec.json.encode(values.tolist()))
+    # OpenAI's format: little-endian fp32.
+    return msgspec.Raw(b'"%b"' % base64.b64encode(values.astype("<f4").tobytes()))
