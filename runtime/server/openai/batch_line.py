@@ -51,23 +51,14 @@ def read_request(line: bytes) -> BatchRequest:
     return BatchRequest(custom_id, fields["url"], fields["body"])
 
 
-def response_line(name: str, custom_id: str, status: int, body: bytes) -> bytes:
-    """name: the id of the request. body: JSON."""
-    response = {"status_code": status, "request_id": name, "body": msgspec.Raw(body)}
-    return _line(name, custom_id, response, None)
-
-
-def error_line(name: str, custom_id: str | None, code: str, message: str) -> bytes:
-    """For a line without a response."""
-    return _line(name, custom_id, None, {"code": code, "message": message})
-
-
-def _line(
+def result_line(
     name: str,
     custom_id: str | None,
-    response: dict[str, Any] | None,
-    error: dict[str, str] | None,
+    *,
+    response: dict[str, Any] | None = None,
+    error: dict[str, str] | None = None,
 ) -> bytes:
+    """The line of a request's response, or of an error without one. name: the id of the request."""
     line = {
         "id": f"batch_req_{name}",
         "custom_id": custom_id and custom_id.encode(errors="replace").decode(),

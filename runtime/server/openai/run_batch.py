@@ -21,9 +21,8 @@ from atomc.runtime.server.http.unknown_fields import check_unknown_fields
 from atomc.runtime.server.openai.batch_line import (
     BatchRequest,
     LineError,
-    error_line,
     read_request,
-    response_line,
+    result_line,
 )
 from atomc.runtime.server.openai.chat_completions import chat
 from atomc.runtime.server.openai.completions import complete
@@ -112,10 +111,12 @@ class BatchRun:
                 status, body = 200, await self._respond(request, name)
             except APIError as error:
                 status, body = error.status, msgspec.json.encode(error.body())
-            result = response_line(name, request.custom_id, status, body)
+            response = {"status_code": status, "request_id": name, "body": msgspec.Raw(body)}
+            result = result_line(name, request.custom_id, response=response)
             self.num_failed += status != 200
         except LineError as error:
-            result = error_line(name, error.custom_id, "invalid_line", f"line {number}: {error}")
+            fields = {"code": "invalid_line", "message": f"line {number}: {error}"}
+            result = result_line(name, error.custom_id, error=fields)
             self.num_failed += 1
         finally:
             self._places.release()
