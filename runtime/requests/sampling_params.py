@@ -137,20 +137,17 @@ class SamplingParams:
         )
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        self._check_length()
+        self._check_counts()
         self._check_bad_words()
         self._check_distribution()
         self._check_tokens()
         self._check_structured()
 
-    def _check_length(self) -> None:
+    def _check_counts(self) -> None:
         expect = self._expect
-        expect("n", self.n >= 1, "at least 1")
-        expect(
-            "max_tokens",
-            self.max_tokens is None or self.max_tokens >= 1,
-            "at least 1",
-        )
+        for name, least in (("n", 1), ("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
+            value = getattr(self, name)
+            expect(name, value is None or value >= least, f"at least {least}")
         longest = math.inf if self.max_tokens is None else self.max_tokens
         expect(
             "min_tokens",
@@ -212,12 +209,6 @@ class SamplingParams:
             "allowed_token_ids",
             allowed is None or (len(allowed) > 0 and min(allowed) >= 0),
             "at least one token id, and none that is negative",
-        )
-        expect("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0")
-        expect(
-            "prompt_logprobs",
-            self.prompt_logprobs is None or self.prompt_logprobs >= 0,
-            "at least 0",
         )
 
     def _check_structured(self) -> None:
