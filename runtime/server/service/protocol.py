@@ -105,10 +105,8 @@ class RequestModel(BaseModel):
 
     @classmethod
     def _has_default(cls, name: str) -> bool:
-        fields = cls.model_fields
-        aliased = (field for field in fields.values() if field.alias == name)
-        field = fields.get(name) or next(aliased, None)
-        return field is not None and not field.is_required()
+        fields = cls.model_fields.items()
+        return any((each.alias or key) == name and not each.is_required() for key, each in fields)
 
 
 def _drop_other_tools(body: JSONObject, types: Sequence[str]) -> JSONObject:
@@ -131,14 +129,8 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: ignored
 
 
-# Kinds of structured output, and their fields in Structured.
-KINDS_OF_OUTPUT = {
-    "json": "json_schema",
-    "json_object": "json_object",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-}
+# Kinds of structured output, as fields of Structured. Requests say json for the first.
+KINDS_OF_OUTPUT = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 class StructuredOutputs(RequestModel):
@@ -148,7 +140,7 @@ class StructuredOutputs(RequestModel):
                                    properties than those that the schema names
     """
 
-    json_: Schema = Field(None, alias="json")
+    json_schema: Schema = Field(None, alias="json")
     regex: str | None = None
     choice: FailFastList[str] | None = None
     grammar: str | None = None
@@ -156,20 +148,19 @@ class StructuredOutputs(RequestModel):
     disable_additional_properties: bool | None = None
 
     def kinds(self) -> dict[str, object]:
-        """Those that are set, by their names in the request."""
-        fields = {name: "json_" if name == "json" else name for name in KINDS_OF_OUTPUT}
-        values = {name: getattr(self, field) for name, field in fields.items()}
+        """Those that are set, as fields of Structured."""
+        values = {name: getattr(self, name) for name in KINDS_OF_OUTPUT}
         return {name: value for name, value in values.items() if value not in (None, False)}
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        kinds = list(self.kinds())
+        kinds = ["json" if name == "json_schema" else name for name in self.kinds()]
         if len(kinds) == 1 or (not kinds and self.disable_additional_properties is not None):
             return self
         kinds += [f"the unknown field {name!r:.40}" for name in list(self.model_extra or ())[:3]]
         raise ValueError(
-            f"it has {' and '.join(kinds) or 'nothing'}, expected exactly one of "
-            f"{', '.join(KINDS_OF_OUTPUT)}"
+            f"it has {' and '.join(kinds) or 'nothing'}, expected exactly one of json, "
+            f"{', '.join(KINDS_OF_OUTPUT[1:])}"
         )
 
 

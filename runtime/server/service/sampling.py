@@ -23,11 +23,7 @@ from atomc.runtime.server.http.limits import (
 )
 from atomc.runtime.server.http.responses import invalid, refusing
 from atomc.runtime.server.service.model_info import ModelInfo
-from atomc.runtime.server.service.protocol import (
-    KINDS_OF_OUTPUT,
-    GenerationRequest,
-    ResponseFormat,
-)
+from atomc.runtime.server.service.protocol import GenerationRequest, ResponseFormat
 from atomc.runtime.server.service.service import Service
 
 Prompts = str | list[int] | list[str] | list[list[int]]
@@ -213,12 +209,12 @@ def _structured_outputs(
         schema = response_format.json_schema.schema_
         requested.append({"json_object": True} if schema is None else {"json_schema": schema})
     if (outputs := body.structured_outputs) is not None:
-        kinds = {KINDS_OF_OUTPUT[name]: value for name, value in outputs.kinds().items()}
+        kinds = outputs.kinds()
         if kinds or outputs.disable_additional_properties is None:
             requested.append(kinds)
     for name in ("json", "regex", "choice", "grammar"):
         if (value := getattr(body, f"guided_{name}")) is not None:
-            requested.append({KINDS_OF_OUTPUT[name]: value})
+            requested.append({"json_schema" if name == "json" else name: value})
     return requested
 
 
