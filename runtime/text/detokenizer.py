@@ -138,7 +138,7 @@ class Detokenizer:
 
 
 class TokenTexts:
-    """Text and bytes of single tokens, also special ones, such as for log-probabilities."""
+    """The bytes of single tokens, also special ones, such as for log-probabilities."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self.tokenizer = tokenizer
@@ -147,10 +147,6 @@ class TokenTexts:
         self._byte_of = _byte_of_character() if '"ByteLevel"' in decoder else {}
         self._fallback = '"ByteFallback"' in decoder
         self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items()}
-
-    def text(self, token: int) -> str:
-        """The token's text in the middle of a text; U+FFFD for bytes of an incomplete character."""
-        return self.bytes(token).decode(errors="replace")
 
     def bytes(self, token: int) -> bytes:
         """The token's UTF-8 bytes, which may be an incomplete character."""
