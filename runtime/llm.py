@@ -434,17 +434,13 @@ class LLM:
         _check_is_list_of_lists("prompts", prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: "
-                "pass one for all, or one for each"
-            )
         adapters = [lora] * len(prompts) if lora is None or isinstance(lora, str) else lora
-        if len(adapters) != len(prompts):
-            raise ValueError(
-                f"{len(adapters)} names in lora for {len(prompts)} prompts: pass one for all, or "
-                "one for each"
-            )
+        for what, values in (("sampling_params", sampling_params), ("names in lora", adapters)):
+            if len(values) != len(prompts):
+                raise ValueError(
+                    f"{len(values)} {what} for {len(prompts)} prompts: pass one for all, or one "
+                    "for each"
+                )
         return [
             self._query(prompt, params, name)
             for prompt, params, name in zip(prompts, sampling_params, adapters, strict=True)
