@@ -44,7 +44,7 @@ def decode_image(data: bytes) -> "Image":
     return decode_pixels(open_image(data))
 
 
-def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
+def open_image(data: bytes) -> "Image":
     """The image, of which only the header is read and checked. Raises ImageError."""
     from PIL import Image, UnidentifiedImageError
 
@@ -52,7 +52,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
         raise ImageError("the image is empty")
     if (size := _webp_size(data)) is not None:
         # Pillow allocates the canvas of a WebP file when it opens it.
-        _check_size(*size, max_pixels)
+        _check_size(*size)
     _check_header(data)
     with _damaged():
         try:
@@ -62,8 +62,8 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
                 "the image is damaged, or its format is none of PNG, JPEG, WebP, GIF and BMP"
             ) from error
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise ImageError(f"the image has more than {max_pixels} pixels: resize it") from error
-    _check_size(*image.size, max_pixels)
+            raise ImageError(f"the image has more than {MAX_PIXELS} pixels: resize it") from error
+    _check_size(*image.size)
     if image.format in ("JPEG", "MPO") and data.count(START_OF_SCAN) > MAX_SCANS:
         raise ImageError(f"the JPEG image has more than {MAX_SCANS} scans: save it again")
     return image
@@ -100,12 +100,12 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-def _check_size(width: int, height: int, max_pixels: int) -> None:
+def _check_size(width: int, height: int) -> None:
     if width < 1 or height < 1:
         raise ImageError(f"the image has {width} x {height} pixels, expected at least 1 x 1")
-    if width * height > max_pixels:
+    if width * height > MAX_PIXELS:
         raise ImageError(
-            f"the image has {width} x {height} pixels, at most {max_pixels} are allowed: resize it"
+            f"the image has {width} x {height} pixels, at most {MAX_PIXELS} are allowed: resize it"
         )
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise ImageError(

@@ -75,7 +75,7 @@ class WebFetch:
                 raise ImageError(f"fetching the image failed: {reason}") from error
             if isinstance(answer, bytes):
                 return answer
-            url = urljoin(url, answer.location)
+            url = urljoin(url, answer)
         raise ImageError(f"the URL of the image has more than {MAX_REDIRECTS} redirects")
 
     def _checked(self, url: str) -> SplitResult:
@@ -118,11 +118,6 @@ class WebFetch:
         raise error
 
 
-@dataclass(frozen=True)
-class _Redirect:
-    location: str
-
-
 def _left(until: float) -> float:
     left = until - time.monotonic()
     if left <= 0:
@@ -140,7 +135,8 @@ def _secured(plain: socket.socket, host: str) -> socket.socket:
 
 def _request(
     connection: HTTPConnection, parts: SplitResult, max_bytes: int, until: float
-) -> bytes | _Redirect:
+) -> bytes | str:
+    """The image file, or the location of a redirect."""
     # A timeout of the socket counts from its last byte; the timer ends a body that trickles in.
     timer = threading.Timer(_left(until), _shut_down, [connection.sock])
     timer.daemon = True
@@ -158,9 +154,9 @@ def _shut_down(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _body(response: HTTPResponse, max_bytes: int) -> bytes | _Redirect:
+def _body(response: HTTPResponse, max_bytes: int) -> bytes | str:
     if response.status in REDIRECTS and (location := response.getheader("Location")):
-        return _Redirect(location)
+        return location
     if response.status != 200:
         raise ImageError(f"the host of the image answered with status {response.status}")
     if (response.length or 0) > max_bytes:
