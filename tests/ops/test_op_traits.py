@@ -362,7 +362,6 @@ ALSO = {
     ("planning/stages.py", "embedding"): "what the first stage of a pipeline has, in a table",
     ("runtime/server/openai/embeddings.py", "embedding"): "a field of OpenAI's API",
     ("runtime/server/service/response_types.py", "embedding"): "a field of OpenAI's API",
-    ("runtime/server/openapi/fields.py", "embedding"): "a field of OpenAI's API",
     ("vllm_plugin.py", "rms_norm"): "an op of vLLM",
 }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from inspect import signature
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI
@@ -9,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from atomc.runtime.server.openapi.fields import FIELDS
+from atomc.files.json_file import read_json
 
 Schema = dict[str, Any]
 DESCRIPTION = """\
@@ -49,10 +50,18 @@ class Endpoint(NamedTuple):
         return self.answer if returned is Response else returned
 
 
+def field_meanings() -> dict[str, str]:
+    """What the fields of requests and answers mean: by name, or by the name of the object and the
+    field where the meaning differs.
+    """
+    sections = read_json(Path(__file__).with_name("fields.json"))
+    return {name: meaning for section in sections.values() for name, meaning in section.items()}
+
+
 def openapi_schema(app: FastAPI, version: str, endpoints: Sequence[Endpoint]) -> Schema:
     operations = {endpoint.run.__name__: endpoint for endpoint in endpoints if not endpoint.hidden}
     schema = get_openapi(title="atomc", version=version, description=DESCRIPTION, routes=app.routes)
-    components = schema["components"]
+    components, meanings = schema["components"], field_meanings()
     del components["schemas"]["HTTPValidationError"], components["schemas"]["ValidationError"]
     answers, definitions = TypeAdapter.json_schemas(
         [
@@ -81,10 +90,10 @@ def openapi_schema(app: FastAPI, version: str, endpoints: Sequence[Endpoint]) ->
         if endpoint.caller == "public":
             operation["security"] = []
         for parameter in operation.get("parameters", ()):
-            parameter["description"] = FIELDS[parameter["name"]]
+            parameter["description"] = meanings[parameter["name"]]
     for name, component in components["schemas"].items():
         for field, value in component.get("properties", {}).items():
-            if meaning := FIELDS.get(f"{name}.{field}") or FIELDS.get(field):
+            if meaning := meanings.get(f"{name}.{field}") or meanings.get(field):
                 value.setdefault("description", meaning)
     return schema
 
