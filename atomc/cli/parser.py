@@ -4,10 +4,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
-from atomc.cli.foreign_flags import FOREIGN_FLAGS
 from atomc.errors import suggestion
+from atomc.files.json_file import read_json
+
+FOREIGN_FLAGS = Path(__file__).with_name("foreign_flags.json")
 
 
 class PrintCompletion(argparse.Action):
@@ -22,6 +25,14 @@ class PrintCompletion(argparse.Action):
             parser.error("--print-completion needs shtab: pip install 'atomc[completion]'")
         print(shtab.complete(parser, values))
         parser.exit()
+
+
+def foreign_flags(command: str) -> dict[str, str]:
+    """Flags of other servers, none of which this command has, with the equivalent in atomc: shown
+    as a hint when one is given. docs/from-vllm.md has the same table.
+    """
+    hints: dict[str, str] = read_json(FOREIGN_FLAGS).get(command, {})
+    return hints
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -63,7 +74,7 @@ class CommandParser(argparse.ArgumentParser):
         if first is None:
             return f"unrecognized arguments: {' '.join(unknown)}"
         flag = first.partition("=")[0].replace("_", "-")
-        hint = FOREIGN_FLAGS.get(self.prog, {}).get(flag)
+        hint = foreign_flags(self.prog).get(flag)
         names = {option.lstrip("-"): option for option in self._option_string_actions}
         near = get_close_matches(flag.lstrip("-"), names, n=1)  # with dashes, all look similar
         suggestion = hint or (f"did you mean {names[near[0]]}?" if near else "")

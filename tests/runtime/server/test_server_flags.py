@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atomc.cli import _parser, main
-from atomc.cli.foreign_flags import FOREIGN_FLAGS
+from atomc.cli.parser import foreign_flags
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.loading.hub import model_folder
 from atomc.runtime.server.config import ServerConfig
@@ -171,7 +171,7 @@ def test_flags_of_other_servers_lead_to_flags_that_exist():
     serve = next(action for action in _parser()._actions if action.dest == "command").choices[
         "serve"
     ]
-    for flag, hint in FOREIGN_FLAGS["atomc serve"].items():
+    for flag, hint in foreign_flags("atomc serve").items():
         assert flag not in serve._option_string_actions, f"{flag} is one of ours"
         assert all(
             named in serve._option_string_actions for named in re.findall(r"--[\w-]+", hint)
