@@ -96,9 +96,8 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = MEMORY.option(
         None,
-        "maximum number of tokens per step; longer prompts are computed in chunks; default: "
-        "2048 on a GPU, 256 on a "
-        "CPU, but at least max_num_seqs",
+        "maximum number of tokens per step; longer prompts are computed in chunks; default: 2048 "
+        "on a GPU, 256 on a CPU, but at least max_num_seqs",
     )
     max_itl_ms: float | None = MEMORY.option(
         None,
@@ -145,22 +144,19 @@ class EngineConfig:
     step_timeout: float | None = DEVICES.option(
         None,
         "with several ranks: maximum duration of a step in seconds, after which its ranks are "
-        "ended; "
-        "default: 8 on a GPU, 120 on a CPU",
+        "ended; default: 8 on a GPU, 120 on a CPU",
     )
     threads: int | None = MEMORY.option(
         None,
         "CPU threads; default: OMP_NUM_THREADS, else one per physical core available to the "
-        "process, of which a "
-        "server leaves one to its frontend process if there are more than two; use 1 on a "
-        "shared machine",
+        "process, of which a server leaves one to its frontend process if there are more than two; "
+        "use 1 on a shared machine",
     )
     enforce_eager: bool = MEMORY.option(False, "no CUDA graphs")
     enable_prefix_caching: bool | None = MEMORY.option(
         None,
         "share the KV cache of common prefixes (default: yes, except with --options "
-        "layout=contiguous, which does "
-        "not support it)",
+        "layout=contiguous, which does not support it)",
     )
     state_snapshots: int | None = MEMORY.option(
         None,

@@ -487,9 +487,8 @@ class LLM:
             return list(map(index, prompt))  # of numpy and torch, too
         if self.tokenizer is None:
             raise ValueError(
-                f"no tokenizer for the prompt {prompt[:40]!r}: pass token ids, or use a "
-                "checkpoint with "
-                "tokenizer.json"
+                f"no tokenizer for the prompt {prompt[:40]!r}: pass token ids, or use a checkpoint "
+                "with tokenizer.json"
             )
         return encode(self.tokenizer, prompt)
 

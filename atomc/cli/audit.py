@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 TOKENS = 64
 PROMPT = (
     "She looked at him and said that it was a truth universally acknowledged. He answered: 17 "
-    "times 3 is 51, "
-    "and no more of it. In the beginning was the word, and the word was long; so they went on, "
-    "one by one."
+    "times 3 is 51, and no more of it. In the beginning was the word, and the word was long; so "
+    "they went on, one by one."
 )
 ORDERS = ("sqnr", "max", "relative")
 # If the difference without a rewrite is more than this part of the difference with it, the option

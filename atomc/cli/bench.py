@@ -82,9 +82,8 @@ def _add_serve(kinds: Commands) -> None:
     add_switch(
         parser,
         "--respect-eos",
-        "let the model end its responses; otherwise requests set ignore_eos, an extension "
-        "of the API "
-        "by vLLM, SGLang and atomc",
+        "let the model end its responses; otherwise requests set ignore_eos, an extension of the "
+        "API by vLLM, SGLang and atomc",
     )
     parser.add_argument(
         "--extra",

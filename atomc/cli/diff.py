@@ -16,8 +16,7 @@ def add(commands: Commands) -> None:
         "diff",
         run,
         "Compare the graphs of two dumps, such as of two versions, ranks or machines: ops, "
-        "attributes, shapes, modules and "
-        "edges. Exit code 1 if they differ.",
+        "attributes, shapes, modules and edges. Exit code 1 if they differ.",
         "  atomc explain --dump before; git pull; atomc explain --dump after\n  atomc diff "
         "before after\n"
         "  atomc diff before/graph_0 after/graph_0 --all",

@@ -74,9 +74,8 @@ class GrammarCompiler:
             ) from error
         if not eos_ids:
             raise ValueError(
-                "structured output needs an end-of-sequence token: the model has no "
-                "eos_token_id in "
-                "generation_config.json or config.json"
+                "structured output needs an end-of-sequence token: the model has no eos_token_id "
+                "in generation_config.json or config.json"
             )
         inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not hasattr(inner, "to_str"):

@@ -54,8 +54,7 @@ class Structured:
         if len(set_fields) != 1:
             raise ValueError(
                 f"structured output has {' and '.join(set_fields) or 'nothing'}, expected exactly "
-                "one of "
-                "json_schema, json_object, regex, choice and grammar"
+                "one of json_schema, json_object, regex, choice and grammar"
             )
 
 

@@ -164,8 +164,7 @@ class ChatTemplate:
             return DEFAULT
         raise ValueError(
             f"the model's chat templates are {sorted(self.sources)}, expected one named "
-            f"{DEFAULT!r}: "
-            "set one with --chat-template"
+            f"{DEFAULT!r}: set one with --chat-template"
         )
 
 
@@ -253,9 +252,8 @@ def _token_text(name: str, value: JSON) -> str:
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str):
         raise ValueError(
-            f"tokenizer_config.json, special_tokens_map.json: {name} is {value!r:.60}, "
-            "expected a string or "
-            "an object with a string `content`"
+            f"tokenizer_config.json, special_tokens_map.json: {name} is {value!r:.60}, expected a "
+            "string or an object with a string `content`"
         )
     return text
 

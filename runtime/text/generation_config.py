@@ -71,8 +71,7 @@ def _checked(file: str, tokens: Sequence[Any], vocab_size: int | None) -> list[i
             )
         if vocab_size is not None and token >= vocab_size:
             raise ValueError(
-                f"{file}: eos_token_id has {token!r:.40}, it must be below {vocab_size}, the "
-                "size of the "
-                "vocabulary"
+                f"{file}: eos_token_id has {token!r:.40}, it must be below {vocab_size}, the size "
+                "of the vocabulary"
             )
     return list(tokens)

@@ -160,8 +160,7 @@ def _user_error_message(error: BaseException) -> str | None:
     if out_of_memory(error):
         return (
             "out of memory on the device: lower --gpu-memory-utilization, --max-num-seqs, "
-            "--max-num-batched-tokens or "
-            "--max-model-len"
+            "--max-num-batched-tokens or --max-model-len"
         )
     by_user = isinstance(error, ValueError | OSError | ImportError | RunError)
     return " ".join(str(error).split()) if by_user else None

@@ -17,9 +17,8 @@ def check_key(key: str, where: str) -> None:
         raise ValueError(f"an {where} is empty")
     if key != key.strip() or not key.isprintable():
         raise ValueError(
-            f"an {where} begins or ends with white space or has a character that is not "
-            "printable: clients "
-            "cannot send it in a header"
+            f"an {where} begins or ends with white space or has a character that is not printable: "
+            "clients cannot send it in a header"
         )
 
 

@@ -60,17 +60,15 @@ def check_total_size(
     """Raises a 400 for too many log-probabilities, or prompt tokens, of all choices."""
     if num_choices * (logprobs or 0) > LOGPROBS:
         raise invalid(
-            f"{logprobs} log-probabilities per token in {num_choices} choices exceed the limit "
-            f"of {LOGPROBS} "
-            "(log-probabilities times choices)",
+            f"{logprobs} log-probabilities per token in {num_choices} choices exceed the limit of "
+            f"{LOGPROBS} (log-probabilities times choices)",
             "logprobs",
         )
     limit = max(PROMPT_TOKENS, max_len)
     if num_tokens > limit:
         raise invalid(
-            f"the prompts of all choices have {num_tokens} tokens, at most {limit} are allowed "
-            "in one request: "
-            "split the request",
+            f"the prompts of all choices have {num_tokens} tokens, at most {limit} are allowed in "
+            "one request: split the request",
             param,
         )
 

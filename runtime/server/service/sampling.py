@@ -143,10 +143,9 @@ def check_context_length(num_prompt: int, max_tokens: int | None, model: ModelIn
     if num_requested > num_available:
         least = "at least " if max_tokens is None else ""
         raise invalid(
-            f"this model's maximum context length is {model.max_len} tokens, and the request "
-            f"has {num_prompt} in "
-            f"the prompt and asks for {least}{num_requested} more: shorten the prompt or "
-            "reduce max_tokens",
+            f"this model's maximum context length is {model.max_len} tokens, and the request has "
+            f"{num_prompt} in the prompt and asks for {least}{num_requested} more: shorten the "
+            "prompt or reduce max_tokens",
             "max_tokens" if num_prompt < model.max_len else "prompt",
             "context_length_exceeded",
         )
