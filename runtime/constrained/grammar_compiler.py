@@ -155,10 +155,6 @@ class GrammarCompiler:
         start.compute_bitmask()  # the first mask is the slowest; all copies of the matcher share it
         return CompiledGrammar(start, self.eos_ids, max(validated.num_bytes, MIN_GRAMMAR_BYTES))
 
-    def mask(self, num_rows: int) -> Tensor:
-        """A mask [num_rows, W] i32 that allows everything."""
-        return full_mask(num_rows, self.vocab_size)
-
     def fill(
         self, mask: Tensor, rows: "Sequence[tuple[GrammarMatcher, int, Sequence[int]]]"
     ) -> None:

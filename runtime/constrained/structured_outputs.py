@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from atomc.errors import first_line
-from atomc.runtime.constrained.grammar_compiler import GrammarCompiler, GrammarMatcher
+from atomc.runtime.constrained.grammar_compiler import GrammarCompiler, GrammarMatcher, full_mask
 from atomc.runtime.requests.request_errors import (
     RequestError,
     RequestErrors,
@@ -61,7 +61,7 @@ class StructuredMatchers:
 
     def mask(self, num_rows: int, rows: Mapping[str, MaskedRows]) -> Tensor:
         """The mask of allowed tokens, [num_rows, W] i32 (see full_mask). rows: by request id."""
-        mask = self.compiler().mask(num_rows)
+        mask = full_mask(num_rows, self.compiler().vocab_size)
         try:
             self.compiler().fill(mask, list(rows.values()))
         except BaseException as error:  # a panic in Rust is no Exception

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from atomc import demo
 from atomc.runtime.constrained import grammar_validator
-from atomc.runtime.constrained.grammar_compiler import GrammarCompiler
+from atomc.runtime.constrained.grammar_compiler import GrammarCompiler, full_mask
 from atomc.runtime.constrained.grammar_source import source
 from atomc.runtime.requests.sample_spec import SampleSpec
 from atomc.runtime.requests.sampling_params import SamplingParams, Structured
@@ -50,7 +50,7 @@ item: /[0-9]{1,3}/
 
 
 def may_follow(matcher):
-    mask = GRAMMARS.mask(1)
+    mask = full_mask(1, GRAMMARS.vocab_size)
     GRAMMARS.fill(mask, [(matcher, 0, ())])
     return allowed(mask, VOCAB)[0].nonzero()[:, 0].tolist()
 
@@ -110,7 +110,7 @@ ADDED, OF_ADDED = with_added_tokens()
 
 
 def masked(matcher, compiler, size):
-    mask = compiler.mask(1)
+    mask = full_mask(1, compiler.vocab_size)
     compiler.fill(mask, [(matcher, 0, ())])
     return allowed(mask, size)[0].nonzero()[:, 0].tolist()
 
@@ -393,7 +393,7 @@ def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monk
         grammars.compile(Structured(regex=regex)).matcher() for regex in ("[a-z]{9}", "[0-9]{9}")
     )
     monkeypatch.setattr("atomc.runtime.constrained.grammar_compiler.SLOW_SECONDS", 0.0)
-    mask = grammars.mask(1)
+    mask = full_mask(1, grammars.vocab_size)
     grammars.fill(mask, [(slow, 0, ())])
     assert not slow.stop_reason  # known: a matcher was slow; unknown: which one
     grammars.fill(mask, [(slow, 0, ())])
@@ -440,7 +440,7 @@ def test_rows_behind_a_draft_are_as_if_its_tokens_had_come():
     grammar = GRAMMARS.compile(Structured(json_schema=PERSON))
     draft = DEMO.encode('{"name').ids
     assert len(draft) > 2
-    mask, matcher = GRAMMARS.mask(len(draft) + 4), grammar.matcher()
+    mask, matcher = full_mask(len(draft) + 4, GRAMMARS.vocab_size), grammar.matcher()
     GRAMMARS.fill(
         mask, [(matcher, 1, draft), (grammar.matcher(), len(draft) + 2, [DEMO.token_to_id("x")])]
     )
@@ -455,7 +455,10 @@ def test_rows_behind_a_draft_are_as_if_its_tokens_had_come():
 
 
 def test_rows_without_a_form_may_draw_anything():
-    matcher, mask = GRAMMARS.compile(Structured(choice=("yes", "no"))).matcher(), GRAMMARS.mask(2)
+    matcher, mask = (
+        GRAMMARS.compile(Structured(choice=("yes", "no"))).matcher(),
+        full_mask(2, GRAMMARS.vocab_size),
+    )
     GRAMMARS.fill(mask, [(matcher, 1, ())])
     logits = torch.zeros(2, VOCAB)
     logits[:, VOCAB - 1] = 5.0
