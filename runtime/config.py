@@ -9,7 +9,7 @@ from os import PathLike, fsdecode
 from typing import Any, Literal
 
 from atomc.options import Options
-from atomc.runtime.config_fields import FlagGroup, check_choices
+from atomc.runtime.config_fields import FlagGroup, check_values
 
 DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 # The dtypes of weights: names of vLLM, torch and transformers, and torch's name for each.
@@ -32,25 +32,6 @@ SCHEMES = ("fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_
 # Draft tokens per step, by where they come from.
 SPECULATIVE_TOKENS = {"ngram": 3, "mtp": 1}
 
-AT_LEAST_ONE = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "num_blocks",
-    "kv_bytes",
-    "max_queue",
-    "grammar_cache_bytes",
-    "image_cache_bytes",
-    "image_queue_bytes",
-    "max_image_patches",
-    "ngram_min",
-    "threads",
-    "max_loras",
-    "max_lora_rank",
-    "tp",
-    "pp",
-    "dp",
-)
 POSITIVE = ("step_timeout", "max_itl_ms", "grammar_seconds")
 
 MODEL, MEMORY = FlagGroup("model"), FlagGroup("memory and batching")
@@ -89,15 +70,16 @@ class EngineConfig:
         (), "layers not to quantize, by name, part of a name or re:pattern"
     )
     max_model_len: int | None = MEMORY.option(
-        None, "maximum sequence length in tokens; default: as model and memory allow"
+        None, "maximum sequence length in tokens; default: as model and memory allow", least=1
     )
     max_num_seqs: int | None = MEMORY.option(
-        None, "maximum number of running sequences; default: 256 on a GPU, 64 on a CPU"
+        None, "maximum number of running sequences; default: 256 on a GPU, 64 on a CPU", least=1
     )
     max_num_batched_tokens: int | None = MEMORY.option(
         None,
         "maximum number of tokens per step; longer prompts are computed in chunks; default: 2048 "
         "on a GPU, 256 on a CPU, but at least max_num_seqs",
+        least=1,
     )
     max_itl_ms: float | None = MEMORY.option(
         None,
@@ -110,20 +92,22 @@ class EngineConfig:
         0.9, "share of the GPU memory for weights, activations and KV cache"
     )
     kv_bytes: int | None = MEMORY.option(
-        None, "size of the KV cache in bytes, instead of a share of the memory"
+        None, "size of the KV cache in bytes, instead of a share of the memory", least=1
     )
     num_blocks: int | None = MEMORY.option(
-        None, "size of the KV cache in blocks, instead of a share of the memory"
+        None, "size of the KV cache in blocks, instead of a share of the memory", least=1
     )
     tp: int = DEVICES.option(
         1,
         "number of processes (ranks) among which the weights are split: tensor parallelism, over "
         "as many GPUs",
+        least=1,
     )
     pp: int = DEVICES.option(
         1,
         "number of stages into which the layers are divided: pipeline parallelism, over as many "
         "GPUs; with --tp, each stage has this many ranks",
+        least=1,
     )
     ep: bool = DEVICES.option(
         False,
@@ -140,6 +124,7 @@ class EngineConfig:
         "number of engines that serve the model, each with its own KV cache and the GPUs or CPU "
         "cores of --tp: data parallelism; requests go to the engine with the fewest. With --ep "
         "and without --tp: number of ranks of one engine, each with its own requests and KV cache",
+        least=1,
     )
     step_timeout: float | None = DEVICES.option(
         None,
@@ -151,6 +136,7 @@ class EngineConfig:
         "CPU threads; default: OMP_NUM_THREADS, else one per physical core available to the "
         "process, of which a server leaves one to its frontend process if there are more than two; "
         "use 1 on a shared machine",
+        least=1,
     )
     enforce_eager: bool = MEMORY.option(False, "no CUDA graphs")
     enable_prefix_caching: bool | None = MEMORY.option(
@@ -169,25 +155,27 @@ class EngineConfig:
         "fcfs", "fcfs: order of arrival; priority: lowest value first"
     )
     max_queue: int = MEMORY.option(
-        1024, "maximum number of waiting requests; further ones are rejected"
+        1024, "maximum number of waiting requests; further ones are rejected", least=1
     )
     grammar_seconds: float = GENERATION.option(
         5.0, "maximum CPU time for compiling one grammar of structured output, in seconds"
     )
     grammar_cache_bytes: int = GENERATION.option(
-        2**29, "size of the cache of compiled grammars in bytes"
+        2**29, "size of the cache of compiled grammars in bytes", least=1
     )
     image_cache_bytes: int = MEMORY.option(
-        2**30, "size of the cache of image embeddings on the device in bytes"
+        2**30, "size of the cache of image embeddings on the device in bytes", least=1
     )
     image_queue_bytes: int = MEMORY.option(
         2**33,
         "maximum size of the pixels of all requests in bytes; further requests with images are "
         "rejected",
+        least=1,
     )
     max_image_patches: int = MEMORY.option(
         16384,
         "maximum number of image patches that a step encodes; images with more are rejected",
+        least=1,
     )
     lora: Mapping[str, str] = LORA.table(
         "a LoRA adapter by name, the folder that peft saved; requests choose it by the name; may "
@@ -197,9 +185,12 @@ class EngineConfig:
         None,
         "maximum number of LoRA adapters loaded at once; default: as many as --lora names, at "
         "least 8 with --allowed-lora-path",
+        least=1,
     )
     max_lora_rank: int | None = LORA.option(
-        None, "maximum rank of a LoRA adapter; default: that of those of --lora, at least 16"
+        None,
+        "maximum rank of a LoRA adapter; default: that of those of --lora, at least 16",
+        least=1,
     )
     lora_target_modules: tuple[str, ...] = LORA.option(
         (),
@@ -223,7 +214,9 @@ class EngineConfig:
         "maximum number of draft tokens per step; 0: none, or with --speculative 3 (ngram) or 1 "
         "(mtp)",
     )
-    ngram_min: int = GENERATION.option(2, "minimum length of the n-gram to look up for a draft")
+    ngram_min: int = GENERATION.option(
+        2, "minimum length of the n-gram to look up for a draft", least=1
+    )
     ngram_max: int = GENERATION.option(4, "maximum length of the n-gram to look up for a draft")
     expert_load: bool = GENERATION.option(
         False,
@@ -238,7 +231,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_values(self)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", DTYPES[self.dtype])
         Options.of(self.options)  # raises OptionsError for an unknown or wrong one
@@ -293,10 +286,6 @@ class EngineConfig:
         return range(first, first + self.data_ranks)
 
     def _check_numbers(self) -> None:
-        for name in AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, it must be at least 1")
         for name in POSITIVE:
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -1,4 +1,4 @@
-"""Fields of configs: their flags, and the values of those that have a few."""
+"""Fields of configs: their flags, and the values that they may have."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, field, fields
@@ -14,9 +14,11 @@ class FlagGroup(NamedTuple):
 
     title: str
 
-    def option(self, default: T, text: str, choices: Iterable[str] = ()) -> T:
-        """A field with this default, help text, and values if it has a few."""
-        metadata = {"help": text, "group": self.title, "choices": tuple(choices)}
+    def option(
+        self, default: T, text: str, choices: Iterable[str] = (), *, least: float | None = None
+    ) -> T:
+        """A field with this default, help text, values if it has a few, and least value."""
+        metadata = {"help": text, "group": self.title, "choices": tuple(choices), "least": least}
         return field(default=default, metadata=metadata)
 
     def table(self, text: str) -> Any:
@@ -36,12 +38,19 @@ def choices(option: "Field[Any]") -> Sequence[str]:
     return ()
 
 
-def check_choices(config: Any) -> None:
-    """Raise ValueError for a field of this dataclass with another value than its choices."""
+def check_values(config: Any) -> None:
+    """Raise ValueError for a field of this dataclass with another value than its choices, and for
+    one below its least value.
+    """
     for option in fields(config):
         value, allowed = getattr(config, option.name), choices(option)
-        if allowed and value is not None and value not in allowed:
+        least = option.metadata.get("least")
+        if value is None:
+            continue
+        if allowed and value not in allowed:
             raise ValueError(
                 f"{option.name} is {value!r}{suggestion(str(value), allowed)}, expected one of "
                 f"{', '.join(allowed)}"
             )
+        if least is not None and not value >= least:  # also rejects nan
+            raise ValueError(f"{option.name} is {value}, it must be at least {least}")

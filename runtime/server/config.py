@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from atomc.runtime.config import DEVICES, LORA
-from atomc.runtime.config_fields import FlagGroup, check_choices
+from atomc.runtime.config_fields import FlagGroup, check_values
 from atomc.runtime.server.http.api_keys import check_key
 from atomc.runtime.server.parsers.reasoning_parsers import REASONING_PARSERS
 from atomc.runtime.server.parsers.tool_parsers import TOOL_PARSERS
@@ -32,10 +32,11 @@ class ServerConfig:
     generation_config: Literal["model", "none"] = SERVER.option(
         "model", "the source of sampling defaults: the model's generation_config.json, or none"
     )
-    max_logprobs: int = SERVER.option(20, "maximum number of logprobs of a request")
+    max_logprobs: int = SERVER.option(20, "maximum number of logprobs of a request", least=0)
     response_store_bytes: int = SERVER.option(
         64 * 2**20,
         "maximum size of the responses that /v1/responses keeps in memory; 0: none are kept",
+        least=0,
     )
     drain_seconds: float | None = SERVER.option(
         None,
@@ -43,15 +44,16 @@ class ServerConfig:
         "torchrun, which kills it 30 seconds after SIGTERM",
     )
     engine_patience: float = SERVER.option(
-        60.0, "seconds without a response of the engine after which /health fails"
+        60.0, "seconds without a response of the engine after which /health fails", least=1
     )
     engine_timeout: float = SERVER.option(
-        600.0, "seconds without a response after which the engine is killed; 0: never"
+        600.0, "seconds without a response after which the engine is killed; 0: never", least=0
     )
     restart_engine: int = SERVER.option(
         0,
         "maximum number of restarts in a row after the engine died, with growing "
         "pauses; after that, and with 0, the server exits",
+        least=0,
     )
     ray: bool = DEVICES.option(
         False,
@@ -126,7 +128,7 @@ class ServerConfig:
         "a host name by which clients without a key call the server on a loopback address, besides "
         "localhost, such as that of a proxy; may be given several times; *: any",
     )
-    max_body_bytes: int = SECURITY.option(16 * 2**20, "maximum size of a request body")
+    max_body_bytes: int = SECURITY.option(16 * 2**20, "maximum size of a request body", least=1)
     max_bodies_bytes: int = SECURITY.option(
         256 * 2**20, "maximum total size of the bodies of running requests"
     )
@@ -145,25 +147,14 @@ class ServerConfig:
         "a folder below which /v1/load_lora_adapter may load LoRA adapters; may be given several "
         "times; default: none, adapters cannot be loaded or unloaded while serving",
     )
-    limit_images: int = IMAGES.option(32, "maximum number of images of a request")
+    limit_images: int = IMAGES.option(32, "maximum number of images of a request", least=0)
     ssl_certfile: str | None = SECURITY.option(None, "serve HTTPS with this certificate")
     ssl_keyfile: str | None = SECURITY.option(None, "the private key of the certificate")
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_values(self)
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port is {self.port}, expected 0 (any free one) to 65535")
-        for name, least in (
-            ("max_logprobs", 0),
-            ("max_body_bytes", 1),
-            ("limit_images", 0),
-            ("response_store_bytes", 0),
-            ("engine_patience", 1),
-            ("engine_timeout", 0),
-            ("restart_engine", 0),
-        ):
-            if not getattr(self, name) >= least:  # also rejects nan
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
         if self.max_bodies_bytes < self.max_body_bytes:
             raise ValueError(
                 f"max_bodies_bytes is {self.max_bodies_bytes}, it must be at least "
