@@ -315,10 +315,8 @@ def _step(call: ModelCall, options: Mapping[str, JSONLike]) -> "tuple[ModelCall,
     starts, lengths = (
         torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, count], [count])
     )
-    groups, slots = (
-        tuple(group for _ in groups_of(program.specs)),
-        torch.zeros(1, dtype=torch.int64, device=device),
-    )
+    groups = tuple(group for _ in groups_of(program.specs))
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
     logits = program(Step(ids, positions, starts, lengths, rows, groups, slots))
     return ModelCall(call.model, (ids, positions, rows), {}), logits
 

@@ -110,10 +110,8 @@ async def _read(lines: AsyncIterator[bytes], timing: RequestTiming, began: float
         if any(_has_token(choice) for choice in event.get("choices") or ()):
             timing.times.append(now)
         if usage := event.get("usage"):
-            timing.input_tokens, timing.output_tokens = (
-                usage.get("prompt_tokens", 0),
-                usage.get("completion_tokens", 0),
-            )
+            timing.input_tokens = usage.get("prompt_tokens", 0)
+            timing.output_tokens = usage.get("completion_tokens", 0)
     timing.error = "the response ended before [DONE]"
 
 

@@ -90,11 +90,8 @@ def summarize(requests: Sequence[RequestTiming]) -> Summary:
     seconds = max((each.end for each in requests), default=0.0) - min(
         (each.start for each in requests), default=0.0
     )
-    num_input_tokens, num_output_tokens = (
-        sum(each.input_tokens for each in done),
-        sum(each.output_tokens for each in done),
-    )
-
+    num_input_tokens = sum(each.input_tokens for each in done)
+    num_output_tokens = sum(each.output_tokens for each in done)
     seconds_of = latencies(done)
 
     def rate(count: int) -> float:

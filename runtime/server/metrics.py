@@ -205,10 +205,8 @@ COUNTERS = (
     ("spec_decode_num_draft_tokens", "Draft tokens.", "drafted"),
     ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", "accepted"),
 )
-gauge, counter = (
-    partial(MetricSample, GaugeMetricFamily),
-    partial(MetricSample, CounterMetricFamily),
-)
+gauge = partial(MetricSample, GaugeMetricFamily)
+counter = partial(MetricSample, CounterMetricFamily)
 
 
 def samples(client: EngineClient) -> Iterator[MetricSample]:

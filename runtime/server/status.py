@@ -69,7 +69,7 @@ class StatusFigures:
         now = time.monotonic()
         clients, stats = engines.clients, engines.stats
         infos = [client.info for client in clients]
-        live = {
+        return {
             "model": metrics.model,
             "sick": engines.unhealthy_reason,
             "stats": asdict(stats) if stats else None,
@@ -86,8 +86,6 @@ class StatusFigures:
             "restarts": sum(client.restarts for client in clients),
             "errors": metrics.errors(),
             "first_token": ttft_summary(metrics.recent_ttft),
-        }
-        return live | {
             "class": infos[0].model,
             "device": infos[0].device,
             "max_len": engines.max_len,

@@ -46,15 +46,10 @@ class WebServer(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self.status = 0
-        self._drain_seconds, self._deadline, self._on_listening = (
-            drain_seconds,
-            deadline,
-            on_listening,
-        )
-        self._abort_engine_requests, self._cancel_http_requests = (
-            abort_engine_requests,
-            cancel_http_requests,
-        )
+        self._drain_seconds = drain_seconds
+        self._abort_engine_requests = abort_engine_requests
+        self._cancel_http_requests = cancel_http_requests
+        self._deadline, self._on_listening = deadline, on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
