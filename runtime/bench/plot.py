@@ -69,26 +69,16 @@ def _plot_timeline(axes: "Axes", done: Sequence[RequestTiming]) -> None:
     rows = range(len(done))
     width = min(4.0, max(0.6, 260 / len(done)))
     firsts = [each.start + each.ttft for each in done]
-    axes.hlines(
-        rows,
-        [each.start for each in done],
-        firsts,
-        color=WAITING,
-        linewidth=width,
-        label="before the first token",
-    )
-    axes.hlines(
-        rows,
-        firsts,
-        [each.end for each in done],
-        color=STREAMING,
-        linewidth=width,
-        label="streaming",
-    )
+    starts, ends = [each.start for each in done], [each.end for each in done]
+    for left, right, color, label in (
+        (starts, firsts, WAITING, "before the first token"),
+        (firsts, ends, STREAMING, "streaming"),
+    ):
+        axes.hlines(rows, left, right, color=color, linewidth=width, label=label)
     axes.set_ylabel("request", fontsize=9)
     axes.set_xlabel("seconds", fontsize=9)
     axes.set_ylim(len(done) - 0.5, -0.5)
-    axes.set_xlim(0, max(each.end for each in done))
+    axes.set_xlim(0, max(ends))
     axes.legend(loc="upper right", fontsize=9, frameon=True, framealpha=0.9)
 
 
@@ -96,15 +86,8 @@ def _plot_distribution(axes: "Axes", name: str, description: str, seconds: Seque
     """The empirical distribution function of a latency."""
     axes.set_title(f"{name.upper()}: {description.partition(',')[0]}", fontsize=8.5, loc="left")
     if not seconds:
-        axes.text(
-            0.5,
-            0.5,
-            "one token each",
-            ha="center",
-            va="center",
-            transform=axes.transAxes,
-            color=SOFT,
-            fontsize=9,
+        axes.annotate(
+            "one token each", (0.5, 0.5), xycoords="axes fraction", ha="center", color=SOFT, size=9
         )
         axes.set_axis_off()
         return
