@@ -22,7 +22,7 @@ PARALLEL := -n $(WORKERS) --dist loadgroup --max-worker-restart 0
 INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-tree lint docs rooms test-gpu test-libraries test-mutations test-newest test-oldest clean
+.PHONY: help demo test test-all test-tree lint docs rooms test-gpu test-libraries test-mutations test-newest test-oldest types types-of-tests clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,7 +42,13 @@ test-tree: $(VENV)/installed-test ## the rules about the tree itself, in seconds
 lint: $(VENV)/installed-test ## ruff on the sources, strict mypy on the package, mypy on what tests share
 	$(BIN)/ruff check $(wildcard $(SOURCES))
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
+	@$(MAKE) --no-print-directory --jobs 2 types types-of-tests
+
+# mypy runs on one core.
+types:
 	$(BIN)/mypy
+
+types-of-tests:
 	$(BIN)/mypy --config-file tests/mypy.ini
 
 docs: .venv-docs/installed ## the pages as a site in build/docs; a broken link is an error
