@@ -88,6 +88,15 @@ def pytest_configure_node(node):
     node.workerinput["grid_seed"] = node.config.option.grid_seed
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from group_scheduling import GroupScheduling
+
+    return GroupScheduling(config, log)
+
+
 def pytest_report_header(config):
     return f"drawn cases: --grid-seed {config.option.grid_seed}"
 
