@@ -3,9 +3,11 @@ once what it does for each value.
 
 By itself it walks over the members of triton.language at each such call, to replace those that are
 replaced already: a third of its time, and half of it in kernels of many small functions. Of the
-rest, a third goes into the types and the shapes of values, of which a kernel has few.
+rest, a third goes into the types and the shapes of values, of which a kernel has few, and a sixth
+into whether sums and products of integers overflow, which only a kernel that is debugged asserts.
 """
 
+import inspect
 from typing import Any
 
 import triton.language as tl
@@ -16,13 +18,23 @@ from triton.runtime import interpreter
 
 def patch_once_a_launch() -> None:
     """From now on a launch in this process patches triton.language once for each function that it
-    calls, looks numpy's dtypes up, and shares what equal types and shapes consist of.
+    calls, looks numpy's dtypes up, shares what equal types and shapes consist of, and computes no
+    overflow.
     """
     share_types()
     patch, execute = interpreter._patch_lang, interpreter.GridExecutor.__call__
     numpy_dtype = interpreter._get_np_dtype
     patched: set[Any] = set()
     known: dict[str, Any] = {}
+    builtins: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patch_builtin(package, builder, *scope):
+        if package not in builtins:
+            members = inspect.getmembers(package)
+            builtins[package] = [(name, x) for name, x in members if core.is_builtin(x)]
+        for name, member in builtins[package]:
+            if getattr(package, name) is member:  # or an outer function has replaced it
+                interpreter._patch_attr(package, name, member, builder, *scope)
 
     def patch_lang(fn):
         if fn in patched:
@@ -40,9 +52,10 @@ def patch_once_a_launch() -> None:
             found = known[dtype.name] = numpy_dtype(dtype)
         return found
 
-    interpreter._patch_lang = patch_lang
+    interpreter._patch_lang, interpreter._patch_builtin = patch_lang, patch_builtin
     interpreter.GridExecutor.__call__ = launch
     interpreter._get_np_dtype = get_np_dtype
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *operands: None
 
 
 def share_types() -> None:
