@@ -6,7 +6,8 @@ covering   of the cases of a test, fixed: few in which all values of its paramet
            Drawn by --grid-seed: one of the others. A new case needs no entry.
 rotating   a test, or what remains of its cases, at one change in --rotation, drawn by --grid-seed:
            for tests of what other, shorter ones test in parts. Those of an xdist_group, which share
-           a fixture, are drawn together.
+           a fixture, are drawn together. rotating(each_case=3): each case by itself, at one change
+           in three, for many cases of one kind.
 """
 
 import random
@@ -19,17 +20,16 @@ import pytest
 
 def rotating_left_out(items: list[pytest.Item], seed: int, rotation: int) -> list[pytest.Item]:
     """The tests marked `rotating` that do not run at this change."""
-    return [
-        item
-        for item in items
-        if item.get_closest_marker("rotating")
-        and random.Random(f"{seed} {_drawn_as(item)}").randrange(rotation)
-    ]
-
-
-def _drawn_as(item: pytest.Item) -> str:
-    group = item.get_closest_marker("xdist_group")
-    return str(group.args[0]) if group else function_id(item)
+    left_out = []
+    for item in items:
+        if mark := item.get_closest_marker("rotating"):
+            group = item.get_closest_marker("xdist_group")
+            drawn_as, turns = str(group.args[0]) if group else function_id(item), rotation
+            if each_case := mark.kwargs.get("each_case"):
+                drawn_as, turns = item.nodeid, min(each_case, rotation)
+            if random.Random(f"{seed} {drawn_as}").randrange(turns):
+                left_out.append(item)
+    return left_out
 
 
 def function_id(item: pytest.Item) -> str:

@@ -46,6 +46,7 @@ OPERATIONS = [
 ]
 
 
+@pytest.mark.rotating(each_case=3)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_arithmetic_serves_all_values_by_one_graph(operation):
     def function(tensors, t):

@@ -210,6 +210,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Platform, "detect", staticmethod(lambda device=None: platform))
 
 
+@pytest.mark.rotating(each_case=3)
 @pytest.mark.parametrize("seed", range(48))
 @torch.no_grad()
 def test_a_random_piece_of_a_model_gives_what_eager_gives(seed: int, pretended_gpu: None) -> None:

@@ -104,6 +104,7 @@ def sharing(tensors: list[Tensor]) -> list[list[bool]]:
     return [[a == b for b in memory] for a in memory]
 
 
+@pytest.mark.rotating(each_case=4)
 @pytest.mark.parametrize("seed", range(80))
 @torch.no_grad()
 def test_a_random_program_does_what_torchs_own_tracing_does(seed):

@@ -31,6 +31,7 @@ def running(at: int) -> list[Cell]:
     return [cell for cell in fixed(TRIED[at]) if cell.taken()]
 
 
+@pytest.mark.rotating(each_case=3)
 @each_kernel
 def test_it_runs_in_each_dtype_and_each_case_that_it_takes_but_in_one_case_of_a_long_shape(
     at: int,
@@ -41,6 +42,7 @@ def test_it_runs_in_each_dtype_and_each_case_that_it_takes_but_in_one_case_of_a_
     assert all(shape(case) in LONG for case in left_out)
 
 
+@pytest.mark.rotating(each_case=3)
 @each_kernel
 def test_every_part_of_a_cases_name_is_in_one_that_it_runs(at: int) -> None:
     assert parts(running(at)) == parts(taken(at))
@@ -106,6 +108,7 @@ def broken(kernel: ops.Kernel) -> ops.Kernel:
     return replace(kernel, function=function)
 
 
+@pytest.mark.rotating(each_case=3)
 @each_kernel
 def test_a_wrong_number_of_it_fails_a_cell_that_runs(at: int) -> None:
     if not running(at):

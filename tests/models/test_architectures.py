@@ -86,6 +86,7 @@ def written(script, request, tmp_path_factory):
     return {row["name"]: row for row in map(json.loads, file.read_text().splitlines())}
 
 
+@pytest.mark.rotating
 @OF_ROWS
 @pytest.mark.parametrize(
     "name",
@@ -95,6 +96,7 @@ def test_it_is_compiled_as_eager_and_served_as_transformers_generates(rows, name
     assert (rows[name]["compiled"], rows[name]["served"]) == ("equal", "equal")
 
 
+@pytest.mark.rotating
 @OF_ROWS
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in NOW else pytest.mark.slow) for name in REFUSED]

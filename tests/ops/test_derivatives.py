@@ -40,6 +40,7 @@ TRANSFORMS = {
 BROKEN_IN_TORCH = {("layer_norm", "jvp"), ("layer_norm", "jacrev")}
 
 
+@pytest.mark.rotating(each_case=3)
 @pytest.mark.parametrize(
     ("spelling", "transform"),
     [
@@ -160,6 +161,7 @@ def failing(monkeypatch):
         yield torch.ops.failing.doubled
 
 
+@pytest.mark.rotating(each_case=2)
 @pytest.mark.parametrize("entered", ENTERED)
 def test_a_trace_that_fails_half_way_leaves_torch_as_it_was(entered, failing):
     if entered == "inference_mode" and torch.__version__ < "2.12":

@@ -50,6 +50,7 @@ def test_every_op_has_cases() -> None:
     assert set(CASES) == set(ops.REGISTRY)
 
 
+@pytest.mark.rotating(each_case=3)
 @pytest.mark.parametrize(("name", "case", "dtype"), CASES_AND_DTYPES)
 def test_the_schema_tells_what_is_written_and_the_shape_rule_what_comes_out(
     name: str, case: str, dtype: torch.dtype
@@ -63,6 +64,7 @@ def test_the_schema_tells_what_is_written_and_the_shape_rule_what_comes_out(
     torch.library.opcheck(ops.REGISTRY[name].overload, args, kwargs, test_utils=checks)
 
 
+@pytest.mark.rotating(each_case=3)
 @pytest.mark.parametrize(("name", "case"), FIRST_CASES)
 def test_aot_traces_the_op_with_symbolic_sizes(name: str, case: str) -> None:
     args, kwargs = bound(name, case, torch.float32)

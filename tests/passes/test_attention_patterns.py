@@ -27,6 +27,7 @@ def over_keys(q, k, v):
     return ((q @ k.transpose(-1, -2)) * 0.25).softmax(-1) @ v
 
 
+@pytest.mark.rotating(each_case=2)
 @pytest.mark.parametrize("function", [over_queries, over_heads, permuted_keys, over_keys])
 def test_what_inductor_compiles_for_us_is_right(function):
     torch._dynamo.reset()

@@ -130,6 +130,7 @@ def rows() -> list[Any]:
     ]
 
 
+@pytest.mark.rotating(each_case=2)
 @pytest.mark.parametrize(("name", "implementation", "dtype", "dynamic"), rows())
 def test_a_stock_mixture_is_one_router_and_one_op_for_its_experts(
     name: str, implementation: str, dtype: torch.dtype, dynamic: bool

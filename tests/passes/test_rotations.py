@@ -28,6 +28,7 @@ STYLES = {
 }
 
 
+@pytest.mark.rotating(each_case=2)
 @pytest.mark.xdist_group("rotations")
 @pytest.mark.parametrize(
     ("model_type", "style", "dtype"),

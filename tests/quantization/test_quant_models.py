@@ -259,6 +259,7 @@ def test_a_stock_model_of_the_users_runs_quantized_eager_and_compiled(scheme: st
     assert sqnr(eager, compiled) > 20
 
 
+@pytest.mark.rotating
 def test_a_quantized_layer_runs_under_inductor() -> None:
     torch.manual_seed(0)
     model = atomc.quantize(nn.Sequential(nn.Linear(64, 32), nn.SiLU()), "int4")

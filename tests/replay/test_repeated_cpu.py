@@ -66,7 +66,7 @@ def assert_alike(modules, number=1, seeds=range(CALLS)):
         assert torch.equal(buffer, other.get_buffer(name))
 
 
-@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.rotating), 4])
 def test_results_and_writes_are_those_of_the_graph(number, repeated):
     with torch.inference_mode():
         assert_alike(counters(), number)

@@ -99,6 +99,23 @@ def test_each_seed_draws_a_share_of_the_rotating_tests_with_all_their_cases(
     assert rotating_left_out(items, 0, 1) == []
 
 
+def test_cases_that_rotate_by_themselves_run_at_one_change_in_as_many_as_their_mark_says(
+    request: pytest.FixtureRequest,
+) -> None:
+    items = [item_of(request, f"test_one[{number}]") for number in range(60)]
+    for item in items:
+        item.add_marker(pytest.mark.rotating(each_case=3))
+        item.add_marker(pytest.mark.xdist_group("a fixture"))
+    runs = [
+        {item.name for item in items if item not in rotating_left_out(items, seed, 6)}
+        for seed in range(20)
+    ]
+    assert all(len(run) < 40 for run in runs)
+    assert abs(sum(map(len, runs)) / (20 * len(items)) - 1 / 3) < 0.1
+    assert set().union(*runs) == {item.name for item in items}
+    assert rotating_left_out(items, 0, 1) == []
+
+
 def test_rotating_tests_of_a_group_are_drawn_together(request: pytest.FixtureRequest) -> None:
     items = [item_of(request, f"test_{number}") for number in range(20)]
     for item in items:

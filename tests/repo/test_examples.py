@@ -35,6 +35,7 @@ def test_the_list_of_examples_is_complete() -> None:
     assert len(rows) == 5
 
 
+@pytest.mark.rotating
 def test_a_module_is_equal_to_eager_and_timed(output: Callable[..., str]) -> None:
     text = output("backend.py", "--width", "32", "--layers", "1", "--rounds", "1")
     assert text.startswith("equal to eager\nsilu_and_mul: fired at 1 site")

@@ -54,7 +54,9 @@ def alone():
     return equality.Alone(engine("contiguous", enable_prefix_caching=False))
 
 
-@pytest.mark.parametrize(("count", "most"), [(256, 9), (64, 13)])
+@pytest.mark.parametrize(
+    ("count", "most"), [pytest.param(256, 9, marks=pytest.mark.rotating), (64, 13)]
+)
 def test_a_decode_step_makes_few_calls_for_each_request(count, most, monkeypatch):
     steps = 32  # some requests cross a block border in each
     started = engine(max_num_seqs=count, max_num_batched_tokens=1024, kv_bytes=2**28)

@@ -411,6 +411,7 @@ ALL = slice(None)
 UNDEFINED = [(NAN, ALL, "NaN"), (NAN, 17, "NaN"), (INF, 17, "infinite"), (-INF, ALL, "infinite")]
 
 
+@pytest.mark.rotating(each_case=3)
 @pytest.mark.parametrize(
     ("value", "places", "what", "given"),
     [*((*each, given) for each in UNDEFINED for given in (GREEDY, RANDOM)), (NAN, ALL, "NaN", ())],

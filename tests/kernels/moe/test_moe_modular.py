@@ -187,6 +187,7 @@ def sized() -> Iterator[Any]:
             yield pytest.param(*pair, size, marks=[pytest.mark.slow] if later else [])
 
 
+@pytest.mark.rotating(each_case=3)
 @pytest.mark.parametrize(("prepare", "experts", "scheme", "size"), list(sized()))
 def test_a_legal_pair_computes_what_the_op_means(
     prepare: str, experts: str, scheme: str, size: str

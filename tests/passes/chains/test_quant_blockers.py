@@ -276,6 +276,7 @@ REAL = [
 ]
 
 
+@pytest.mark.rotating(each_case=2)
 @pytest.mark.parametrize(("rewrite", "blocker"), REAL)
 def test_the_reason_is_the_blocker(rewrite: str, blocker: str) -> None:
     cell = TABLE[rewrite][blocker]

@@ -97,6 +97,7 @@ def test_an_fp8_llama_follows_the_formula_at_any_depth(
     check(atomc.explain(model, dynamic=dynamic, options=STRICT), "fp8", layers)
 
 
+@pytest.mark.rotating(each_case=2)
 @pytest.mark.parametrize(
     ("scheme", "make"), [("fp8_per_token", own), ("int8", stock), ("mxfp4", own), ("static", stock)]
 )

@@ -127,6 +127,7 @@ def test_a_stock_class_with_random_weights_generates_and_a_line_says_so(server, 
     )
 
 
+@pytest.mark.rotating
 def test_without_a_tokenizer_text_is_refused_with_what_to_send(client):
     with pytest.raises(openai.BadRequestError, match="no tokenizer: send token ids"):
         client.completions.create(model="one", prompt="text")
