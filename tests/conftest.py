@@ -66,7 +66,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--rotation",
         type=int,
-        default=6,
+        default=10,
         help="tests marked rotating run at one change in so many, drawn by --grid-seed; 1 runs all",
     )
     parser.addoption(
