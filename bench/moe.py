@@ -252,7 +252,7 @@ def packed_launches(
     model: Model, given: Arguments, tile: "FragmentTile"
 ) -> dict[str, Callable[[], Any]]:
     """The PARTS of the kernels for 4-bit weights, each by itself."""
-    from atomc.kernels.triton.experts.expert_gate import Gate
+    from atomc.kernels.triton.experts.expert_gate import GateConstants
     from atomc.kernels.triton.experts.experts_4_bits import PairsOfExperts
     from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 
@@ -260,7 +260,7 @@ def packed_launches(
     of = {"int4": "group" in given, "group": given.get("group", 32), "out_dtype": torch.bfloat16}
     parts: dict[str, Callable[[], Any]] = {"sort": sort}
     for part, x, name, gate in (
-        ("up", "x", "w13", Gate(**model.gate)),
+        ("up", "x", "w13", GateConstants(**model.gate)),
         ("down", "act", "w2", None),
     ):
         weights = *given[name], *given[f"{name}_scale"], None
@@ -275,7 +275,7 @@ def packed_launches(
 def launches(model: Model, given: Arguments, tile: Any) -> dict[str, Callable[[], Any]]:
     """The PARTS of the kernels for many tokens, each by itself; without the quantizer."""
     from atomc.kernels.triton.experts import grouped
-    from atomc.kernels.triton.experts.expert_gate import Gate
+    from atomc.kernels.triton.experts.expert_gate import GateConstants
     from atomc.kernels.triton.experts.expert_sort import expert_blocks
     from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 
@@ -295,7 +295,7 @@ def launches(model: Model, given: Arguments, tile: Any) -> dict[str, Callable[[]
         square=given.get("block", 0),
         tile=tile,
     )
-    gate = Gate(**model.gate)
+    gate = GateConstants(**model.gate)
     up = partial(product, given["x"], given.get("x_scale"), w13, w13_scale, b13, gate=gate)
     down = partial(product, given["act"], given.get("act_scale"), w2, w2_scale, b2)
     add = partial(weighted_sum, given["products"], ids, given["weights"], model.experts)

@@ -6,7 +6,7 @@ rows of gate and up, `w2` is down. An id outside 0..E-1 (an expert of another de
 """
 
 from collections.abc import Callable
-from typing import Annotated, TypedDict
+from typing import Annotated, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -129,11 +129,8 @@ def moe_experts(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     *,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
     weight_on_input: bool = False,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     """sum over k of weights * (w2[id] @ gated(w13[id] @ x + b13[id]) + b2[id]). x [T, H] -> [T, H]
     in x.dtype (Shazeer et al. 2017).
@@ -146,5 +143,4 @@ def moe_experts(
                      their promoted dtype, rounded to x.dtype
     """
 
-    gate = Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit)
     return sequential_experts(F.linear, x, ids, weights, w13, w2, b13, b2, gate, weight_on_input)

@@ -9,7 +9,7 @@ from compile_triton import TARGETS, compiling
 from triton.runtime.jit import JITFunction
 
 from atomc.kernels.moe.combinations.batched_triton import batched_product
-from atomc.kernels.triton.experts.expert_gate import Gate
+from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.ops.experts import ACTIVATIONS
 
 L, C, K, N = 4, 32, 256, 128
@@ -30,7 +30,7 @@ def compile_gates(codes: torch.dtype, block: int, gates: tuple[str, ...]) -> Non
     for activation in gates:
         batched_product(
             x, x_scale, w13, of_w13, bias, num_tokens, out,
-            block=block, gate=Gate(activation, activation == "swiglu_oai", 1.702, 2.0),
+            block=block, gate=GateConstants(activation, activation == "swiglu_oai", 1.702, 2.0),
         )  # fmt: skip
     batched_product(x, x_scale, w2, of_w2, None, num_tokens, out, block=block)
 

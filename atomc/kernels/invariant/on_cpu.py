@@ -4,6 +4,8 @@ A matrix product takes TILE rows, with padding, also one of the tokens of an exp
 one token, whose keys are the same in any step.
 """
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +27,7 @@ TILE = 8
 
 
 @ops.linear.kernel("invariant", refuses=refuse_gpus)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = as_rows(x)
     padded = F.pad(rows, (0, 0, 0, -len(rows) % TILE))
     out = x.new_empty((len(padded), weight.shape[0]))
@@ -44,21 +46,13 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def refuse_lora_linear(
-    platform: Platform, a: Tensor, rows: Tensor | None, widths: list[int] | None, **_: object
+    platform: Platform, a: Tensor, rows: Tensor | None, widths: list[int] | None
 ) -> Refusal | None:
     return not_a_cpu(platform) or several(a, rows, widths)
 
 
 @ops.lora_linear.kernel("invariant", refuses=refuse_lora_linear)
-def lora_linear(
-    y: Tensor,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    rows: Tensor | None = None,
-    widths: list[int] | None = None,
-    scale: float = 1.0,
-) -> Tensor:
+def lora_linear(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return adapted(linear, y, x, a, b, scale)
 
 
@@ -78,16 +72,11 @@ def moe_experts(
     weights: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    weight_on_input: bool = False,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    weight_on_input: bool,
+    **gate: Unpack[Gate],
 ) -> Tensor:
-    gate = Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit)
     return sequential_experts(linear, x, ids, weights, w13, w2, b13, b2, gate, weight_on_input)
 
 
@@ -98,12 +87,10 @@ def mla_absorbed_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     latent: int,
     scale: float,
-    chosen: Tensor | None = None,
+    chosen: Tensor | None,
 ) -> Tensor:
     rows = as_heads(q)
     positions = None if chosen is None else chosen.reshape(len(rows), -1)
@@ -129,14 +116,10 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
+    sinks: Tensor | None,
     scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     rows = as_heads(q)
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
@@ -154,7 +137,5 @@ def paged_attention(
 
 
 @ops.varlen_attention.kernel("invariant", refuses=refuse_gpus, syncs=True)
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float
-) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float) -> Tensor:
     return by_sequence(q, k, v, query_start, scale=scale)

@@ -55,7 +55,7 @@ class Triton(ExpertsKernel):
     ) -> None:
         # Triton is optional.
         from atomc.kernels.moe.triton_quantizers import quantize
-        from atomc.kernels.triton.experts.expert_gate import Gate
+        from atomc.kernels.triton.experts.expert_gate import GateConstants
         from atomc.kernels.triton.experts.experts_prefill import sum_of_experts
         from atomc.kernels.triton.launch.tiles import MOE_EXPERTS, MOE_EXPERTS_8_BITS
 
@@ -70,7 +70,7 @@ class Triton(ExpertsKernel):
             (w.w2, w.w2_scale, w.b2),
             lambda act: quantize(scheme, act),
             output.dtype,
-            Gate(**config.gate),
+            GateConstants(**config.gate),
             scheme.block,
         )
         output.copy_(sums)

@@ -1,5 +1,7 @@
 """Experts of several processes: all-to-all of tokens, and the Triton kernels of many tokens."""
 
+from typing import Unpack
+
 from torch import Tensor
 
 from atomc import ops
@@ -8,6 +10,7 @@ from atomc.kernels.moe.layer import ExpertWeights
 from atomc.kernels.moe.triton_standard import Triton
 from atomc.kernels.triton.experts.experts_prefill import refuse_moe_experts
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS
+from atomc.ops.experts import Gate
 
 
 @ops.moe_experts_ep.kernel(
@@ -20,16 +23,11 @@ def moe_experts_ep(
     places: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
+    b13: Tensor | None,
+    b2: Tensor | None,
     nowhere: int,
-    ranks: int,
     process_group: str,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     return sent_to_experts(
         Triton(),
@@ -40,10 +38,5 @@ def moe_experts_ep(
         ExpertWeights(w13, w2, b13=b13, b2=b2),
         nowhere,
         process_group,
-        {
-            "activation": activation,
-            "interleaved": interleaved,
-            "alpha": alpha,
-            "limit": limit,
-        },
+        gate,
     )

@@ -7,7 +7,7 @@ import math
 
 from torch import Tensor
 
-from atomc.kernels.triton.experts.expert_gate import Gate
+from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import Routing
 from atomc.kernels.triton.experts.grouped import grouped_product
 
@@ -24,7 +24,7 @@ def batched_product(
     out: Tensor,
     *,
     block: int = 0,
-    gate: Gate | None = None,
+    gate: GateConstants | None = None,
 ) -> None:
     """Writes out[e, c] = weight[e] @ x[e, c] + bias[e] for c < num_tokens[e]; other rows keep what
     they have. With a gate, weight has 2 N rows, and out atomc.ops.experts.gated of the products.

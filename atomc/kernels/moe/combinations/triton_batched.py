@@ -40,7 +40,7 @@ class TritonBatched(BatchedExperts):
         # Triton is optional.
         from atomc.kernels.moe.combinations.batched_triton import batched_product
         from atomc.kernels.moe.triton_quantizers import quantize
-        from atomc.kernels.triton.experts.expert_gate import Gate
+        from atomc.kernels.triton.experts.expert_gate import GateConstants
 
         assert dispatched.expert_num_tokens is not None
         w, scheme, num_tokens = weights, config.scheme, dispatched.expert_num_tokens
@@ -53,7 +53,7 @@ class TritonBatched(BatchedExperts):
             num_tokens,
             workspace13,
             block=scheme.block,
-            gate=Gate(**config.gate),
+            gate=GateConstants(**config.gate),
         )
         codes, scale = quantize(scheme, workspace13)
         batched_product(

@@ -18,10 +18,9 @@ def unfit(
     ids: Tensor,
     weights: Tensor,
     w13: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    activation: str = "silu",
-    **_: object,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
 ) -> Refusal | None:
     """Refuse what no kernel for many tokens takes, whatever the format of the weights."""
     if reason := (
@@ -40,7 +39,7 @@ def unfit(
     return strided(**biases)
 
 
-def unreadable(x: Tensor, w13: Tensor, w2: Tensor, **_: object) -> Refusal | None:
+def unreadable(x: Tensor, w13: Tensor, w2: Tensor) -> Refusal | None:
     """Refuse rows of x that are not contiguous, and weights [E, N, K] of dynamic size, or with
     neither rows nor columns contiguous.
     """
@@ -61,7 +60,6 @@ def scattered(
     w2_scale: Tensor,
     w13_zeros: Tensor | None = None,
     w2_zeros: Tensor | None = None,
-    **_: object,
 ) -> Refusal | None:
     """Refuse 4-bit weights, scales or zeros that are not contiguous."""
     return gapped(

@@ -9,7 +9,7 @@ from triton.language import constexpr
 from atomc.kernels.triton.rows.activation import gelu, gelu_tanh, silu
 
 
-class Gate(NamedTuple):
+class GateConstants(NamedTuple):
     """How gate and up are joined; see atomc.ops.experts.gated."""
 
     activation: str

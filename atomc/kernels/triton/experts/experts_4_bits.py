@@ -2,6 +2,8 @@
 order of fragments.py. Letters as in grouped.py.
 """
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ from triton.language import constexpr
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
-from atomc.kernels.triton.experts.expert_gate import Gate
+from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import (
     Codes,
@@ -40,6 +42,7 @@ from atomc.kernels.triton.w4a16.fragments import (
     strip_offset,
 )
 from atomc.kernels.triton.w4a16.unpacking import other_group
+from atomc.ops.experts import Gate
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 
@@ -208,7 +211,7 @@ class PairsOfExperts:
         int4: bool,
         group: int,
         out_dtype: torch.dtype,
-        gate: Gate | None = None,
+        gate: GateConstants | None = None,
     ) -> Tensor:
         """launch_pairs for words of int4 codes with packed scales and zeros, or of e2m1 codes with
         raised exponents, as fragments.py has them.
@@ -238,7 +241,7 @@ def _both_products(
     weights: Tensor,
     up: Codes,
     down: Codes,
-    gate: Gate,
+    gate: GateConstants,
     *,
     int4: bool,
     group: int,
@@ -251,9 +254,7 @@ def _both_products(
     return weighted_sum(products, ids, weights, experts.num_experts)
 
 
-def refuse_int4_types(
-    x: Tensor, w13_scale: Tensor, w2_scale: Tensor, **_: object
-) -> Refusal | None:
+def refuse_int4_types(x: Tensor, w13_scale: Tensor, w2_scale: Tensor) -> Refusal | None:
     return unlike(HALVES, x=x) or unlike((x.dtype,), w13_scale=w13_scale, w2_scale=w2_scale)
 
 
@@ -284,16 +285,12 @@ def moe_experts_w4a16(
     w13_scale: tuple[Tensor],
     w2: tuple[Tensor],
     w2_scale: tuple[Tensor],
-    w13_zeros: tuple[Tensor] | None = None,
-    w2_zeros: tuple[Tensor] | None = None,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
+    w13_zeros: tuple[Tensor] | None,
+    w2_zeros: tuple[Tensor] | None,
+    b13: Tensor | None,
+    b2: Tensor | None,
     group: int,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     return _both_products(
         x,
@@ -301,20 +298,14 @@ def moe_experts_w4a16(
         weights,
         (*w13, *w13_scale, w13_zeros[0] if w13_zeros else None, b13),
         (*w2, *w2_scale, w2_zeros[0] if w2_zeros else None, b2),
-        Gate(activation, interleaved, alpha, limit),
+        GateConstants(**gate),
         int4=True,
         group=group,
         out_dtype=x.dtype,
     )
 
 
-def refuse_mxfp4_types(
-    x: Tensor,
-    x_scale: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    **_: object,
-) -> Refusal | None:
+def refuse_mxfp4_types(x: Tensor, x_scale: Tensor | None, out_dtype: torch.dtype) -> Refusal | None:
     taken = (torch.bfloat16,)  # fp16 cannot represent all scales
     return (
         unsupported("the kernel for 16-bit rows", x_scale=x_scale)
@@ -345,15 +336,10 @@ def moe_experts_mxfp4(
     w13_scale: tuple[Tensor],
     w2: tuple[Tensor],
     w2_scale: tuple[Tensor],
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    *,
+    b13: Tensor | None,
+    b2: Tensor | None,
     out_dtype: torch.dtype,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     return _both_products(
         x,
@@ -361,7 +347,7 @@ def moe_experts_mxfp4(
         weights,
         (*w13, *w13_scale, None, b13),
         (*w2, *w2_scale, None, b2),
-        Gate(activation, interleaved, alpha, limit),
+        GateConstants(**gate),
         int4=False,
         group=32,
         out_dtype=out_dtype,

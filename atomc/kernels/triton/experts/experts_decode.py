@@ -19,7 +19,7 @@ from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import strided, too_wide, unknown, unlike, wrong_rank
-from atomc.kernels.triton.experts.expert_gate import Gate, activated
+from atomc.kernels.triton.experts.expert_gate import GateConstants, activated
 from atomc.kernels.triton.experts.experts_decode_sums import sums_of_numbers, sums_of_words
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.launch import (
@@ -47,7 +47,7 @@ def _most_tokens(pairs: int, choices: int) -> int:
     return 1 << (min(max(1, pairs // choices), MAX_TOKENS).bit_length() - 1)
 
 
-def up_to_half(platform: Platform, ids: Tensor, w13: Tensor, **others: object) -> int:
+def up_to_half(ids: Tensor, w13: Tensor) -> int:
     """The most tokens with at most half as many pairs as there are experts.
 
     Of more, the kernels for many tokens read each expert once, not once for each pair, and are
@@ -57,7 +57,7 @@ def up_to_half(platform: Platform, ids: Tensor, w13: Tensor, **others: object) -
     return _most_tokens(w13.shape[0] // 2, ids.shape[-1])
 
 
-def up_to_all(platform: Platform, ids: Tensor, w13: Tensor, **others: object) -> int:
+def up_to_all(ids: Tensor, w13: Tensor) -> int:
     """The most tokens with at most as many pairs as there are experts: GPT-OSS' 32 experts in the
     order of the checkpoint, H200, us, 32 pairs 334 and with the kernels for many tokens 399, 64
     pairs 659 and 519.
@@ -348,7 +348,7 @@ def compute(
     up: Stored,
     down: Stored,
     form: Form,
-    gate: Gate,
+    gate: GateConstants,
     out_dtype: torch.dtype,
     tile: ExpertsFewTile,
 ) -> Tensor:
@@ -383,7 +383,7 @@ def compute(
     return _down_sums(h, ids, weights, down, form, out_dtype, tile)
 
 
-def refuse_more_tokens(x: Tensor, **_: object) -> Refusal | None:
+def refuse_more_tokens(x: Tensor) -> Refusal | None:
     if isinstance(x.shape[0], int) and x.shape[0] > MAX_TOKENS:
         return Refusal("slower", f"more than {MAX_TOKENS} tokens, whose experts meet again")
     return None
@@ -396,10 +396,9 @@ def unfit(
     weights: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    activation: str = "silu",
-    **_: object,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
 ) -> Refusal | None:
     """Refuse what these kernels do not read, whatever the format of the weights."""
     choices = ids.shape[-1]

@@ -2,13 +2,15 @@
 fp32, in Triton; see experts_decode.py. Codes are unpacked in registers.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered
-from atomc.kernels.triton.experts.expert_gate import Gate
+from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.experts_decode import (
     FEW,
     Form,
@@ -21,6 +23,7 @@ from atomc.kernels.triton.experts.experts_decode import (
 )
 from atomc.kernels.triton.launch.tiles import EXPERTS_FEW_4_BITS
 from atomc.kernels.triton.w4a16.unpacking import code_words, other_group
+from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 
@@ -28,12 +31,7 @@ ARCHS = EXPERTS_FEW_4_BITS.archs
 
 
 def refuse_int4_types(
-    x: Tensor,
-    w13_scale: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    **_: object,
+    x: Tensor, w13_scale: Tensor, w2_scale: Tensor, b13: Tensor | None, b2: Tensor | None
 ) -> Refusal | None:
     return (
         unlike(FLOATS, x=x)
@@ -57,16 +55,12 @@ def moe_experts_w4a16(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    w13_zeros: Tensor | None = None,
-    w2_zeros: Tensor | None = None,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
+    w13_zeros: Tensor | None,
+    w2_zeros: Tensor | None,
+    b13: Tensor | None,
+    b2: Tensor | None,
     group: int,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     return compute(
         x,
@@ -75,20 +69,14 @@ def moe_experts_w4a16(
         Stored(w13, w13_scale, w13_zeros, b13),
         Stored(w2, w2_scale, w2_zeros, b2),
         Form("int4", group),
-        Gate(activation, interleaved, alpha, limit),
+        GateConstants(**gate),
         x.dtype,
         EXPERTS_FEW_4_BITS.choose(x.device, len(x)),
     )
 
 
 def refuse_mxfp4_types(
-    x: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    **_: object,
+    x: Tensor, b13: Tensor | None, b2: Tensor | None, x_scale: Tensor | None, out_dtype: torch.dtype
 ) -> Refusal | None:
     return (
         unsupported("the kernel for few tokens", x_scale=x_scale)
@@ -113,15 +101,10 @@ def moe_experts_mxfp4(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    *,
+    b13: Tensor | None,
+    b2: Tensor | None,
     out_dtype: torch.dtype,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     return compute(
         x,
@@ -130,7 +113,7 @@ def moe_experts_mxfp4(
         Stored(code_words(w13), w13_scale, None, b13),
         Stored(code_words(w2), w2_scale, None, b2),
         Form("e2m1", 32),
-        Gate(activation, interleaved, alpha, limit),
+        GateConstants(**gate),
         out_dtype,
         EXPERTS_FEW_4_BITS.choose(x.device, len(x)),
     )

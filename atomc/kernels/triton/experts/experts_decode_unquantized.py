@@ -1,11 +1,13 @@
 """Mixtures of experts for few tokens with unquantized weights, in Triton; see experts_decode.py."""
 
+from typing import Unpack
+
 from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import first_refusal, unlike, unsupported
-from atomc.kernels.triton.experts.expert_gate import Gate
+from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.experts_decode import (
     FEW,
     Form,
@@ -17,6 +19,7 @@ from atomc.kernels.triton.experts.experts_decode import (
 )
 from atomc.kernels.triton.launch.tile_table import ExpertsFewTile
 from atomc.kernels.triton.launch.tiles import EXPERTS_FEW
+from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 
@@ -33,20 +36,14 @@ def _order(weight: Tensor) -> str | None:
     return "rows" if known_equal(weight.stride(1), 1) else None
 
 
-def refuse_order(w13: Tensor, **_: object) -> Refusal | None:
+def refuse_order(w13: Tensor) -> Refusal | None:
     if _order(w13) == "rows":
         return Refusal("slower", "the rows of the weights are contiguous, not their columns")
     return None
 
 
 def unfit_weights(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    weight_on_input: bool = False,
-    **_: object,
+    x: Tensor, w13: Tensor, w2: Tensor, b13: Tensor | None, b2: Tensor | None, weight_on_input: bool
 ) -> Refusal | None:
     if _order(w13) is None or _order(w13) != _order(w2):
         return Refusal("layout", "neither the rows nor the columns of both weights are contiguous")
@@ -68,18 +65,12 @@ def moe_experts(
     weights: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    weight_on_input: bool = False,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
-    gate = Gate(activation, interleaved, alpha, limit)
     up, down = Stored(w13, bias=b13), Stored(w2, bias=b2)
-    return compute_tiled(len(x), x, ids, weights, up, down, gate)
+    return compute_tiled(len(x), x, ids, weights, up, down, GateConstants(**gate))
 
 
 def compute_tiled(
@@ -89,7 +80,7 @@ def compute_tiled(
     weights: Tensor,
     up: Stored,
     down: Stored,
-    gate: Gate,
+    gate: GateConstants,
 ) -> Tensor:
     """The op, with the tile for this number of tokens."""
     by_columns = _order(up.values) == "columns"

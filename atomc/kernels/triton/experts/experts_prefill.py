@@ -4,6 +4,7 @@ with down, and a sum over the choices.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -11,12 +12,13 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
-from atomc.kernels.triton.experts.expert_gate import Gate
+from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import grouped_product
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.tile_table import Launch, TileTable
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS
+from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 
@@ -45,7 +47,7 @@ def sum_of_experts(
     down: Stored,
     quantize: Callable[[Tensor], tuple[Tensor, Tensor | None]],
     out_dtype: torch.dtype,
-    gate: Gate,
+    gate: GateConstants,
     square: int = 0,
 ) -> Tensor:
     """The weighted sums of the experts of each row of x, [T, H]; `quantize` is between their
@@ -62,7 +64,7 @@ def sum_of_experts(
     return weighted_sum(products, ids, weights, experts)
 
 
-def refuse_types(x: Tensor, w13: Tensor, w2: Tensor, **_: object) -> Refusal | None:
+def refuse_types(x: Tensor, w13: Tensor, w2: Tensor) -> Refusal | None:
     return unlike(FLOATS, x=x, w13=w13, w2=w2)
 
 
@@ -76,14 +78,10 @@ def moe_experts(
     weights: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    weight_on_input: bool = False,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    weight_on_input: bool,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     if weight_on_input:
         x = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
@@ -97,5 +95,5 @@ def moe_experts(
         (w2, None, b2),
         lambda act: (act, None),
         x.dtype,
-        Gate(activation, interleaved, alpha, limit),
+        GateConstants(**gate),
     )

@@ -4,6 +4,8 @@ Letters as in grouped.py; N rows of a weight, K columns in words of eight codes,
 that share a scale and, with int4, a zero.
 """
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,7 @@ from triton.language import constexpr
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
-from atomc.kernels.triton.experts.expert_gate import Gate
+from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import sort_by_expert
 from atomc.kernels.triton.experts.experts_prefill import tile_for
 from atomc.kernels.triton.experts.grouped import (
@@ -32,6 +34,7 @@ from atomc.kernels.triton.w4a16.unpacking import (
     unpacked,
     zero_of,
 )
+from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 
@@ -107,7 +110,7 @@ def _sum_of_experts(
     weights: Tensor,
     up: Codes,
     down: Codes,
-    gate: Gate,
+    gate: GateConstants,
     *,
     group: int,
     out_dtype: torch.dtype,
@@ -121,7 +124,7 @@ def _sum_of_experts(
         tile = {**tile, "BLOCK_K": min(tile["BLOCK_K"], group)}
     routing = sort_by_expert(ids, experts, tile["BLOCK_M"])
 
-    def product(x: Tensor, codes: Codes, gate: Gate | None = None) -> Tensor:
+    def product(x: Tensor, codes: Codes, gate: GateConstants | None = None) -> Tensor:
         *weight, bias = codes
         return launch_pairs(
             _product,
@@ -143,9 +146,7 @@ def _sum_of_experts(
     return weighted_sum(products, ids, weights, experts)
 
 
-def refuse_int4_types(
-    x: Tensor, w13_scale: Tensor, w2_scale: Tensor, **_: object
-) -> Refusal | None:
+def refuse_int4_types(x: Tensor, w13_scale: Tensor, w2_scale: Tensor) -> Refusal | None:
     return (
         unlike(FLOATS, x=x)
         or unlike(FLOATS, w13_scale=w13_scale)
@@ -169,16 +170,12 @@ def moe_experts_w4a16(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    w13_zeros: Tensor | None = None,
-    w2_zeros: Tensor | None = None,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
+    w13_zeros: Tensor | None,
+    w2_zeros: Tensor | None,
+    b13: Tensor | None,
+    b2: Tensor | None,
     group: int,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     return _sum_of_experts(
         x,
@@ -186,13 +183,13 @@ def moe_experts_w4a16(
         weights,
         (w13, w13_scale, w13_zeros, b13),
         (w2, w2_scale, w2_zeros, b2),
-        Gate(activation, interleaved, alpha, limit),
+        GateConstants(**gate),
         group=group,
         out_dtype=x.dtype,
     )
 
 
-def refuse_mxfp4_types(x: Tensor, *, out_dtype: torch.dtype, **_: object) -> Refusal | None:
+def refuse_mxfp4_types(x: Tensor, out_dtype: torch.dtype) -> Refusal | None:
     # Not float16, which cannot represent all scales.
     taken = (torch.bfloat16, torch.float32)
     return unlike(taken, x=x) or wrong_result(taken, out_dtype)
@@ -212,15 +209,10 @@ def moe_experts_mxfp4(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    *,
+    b13: Tensor | None,
+    b2: Tensor | None,
     out_dtype: torch.dtype,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     return _sum_of_experts(
         x,
@@ -228,7 +220,7 @@ def moe_experts_mxfp4(
         weights,
         (code_words(w13), w13_scale, None, b13),
         (code_words(w2), w2_scale, None, b2),
-        Gate(activation, interleaved, alpha, limit),
+        GateConstants(**gate),
         group=32,
         out_dtype=out_dtype,
     )

@@ -2,6 +2,8 @@
 and the gated activation is quantized between them.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from atomc.kernels.checks import (
     wrong_result,
 )
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
-from atomc.kernels.triton.experts.expert_gate import Gate
+from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.experts_prefill import sum_of_experts
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_8_BITS
 from atomc.kernels.triton.rows.quant import (
@@ -23,6 +25,7 @@ from atomc.kernels.triton.rows.quant import (
     quant_fp8_static,
     quant_int8_per_token,
 )
+from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -31,13 +34,7 @@ BLOCK = 128
 
 
 def refuse_types(
-    platform: Platform,
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    *,
-    out_dtype: torch.dtype,
-    **_: object,
+    platform: Platform, x: Tensor, w13: Tensor, w2: Tensor, out_dtype: torch.dtype
 ) -> Refusal | None:
     """Refuse operands that are not all fp8, or all int8, with rows that are contiguous."""
     return (
@@ -49,7 +46,7 @@ def refuse_types(
     )
 
 
-def refuse_block(block: int = 0, **_: object) -> Refusal | None:
+def refuse_block(block: int = 0) -> Refusal | None:
     if block in (0, BLOCK):
         return None
     return Refusal("shape", f"blocks of {block}: written for {BLOCK}")
@@ -70,16 +67,12 @@ def moe_experts_fp8(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    act_scale: Tensor | None = None,
-    *,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    act_scale: Tensor | None,
     out_dtype: torch.dtype,
-    block: int = 0,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    block: int,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     def quantize(act: Tensor) -> tuple[Tensor, Tensor]:
         if block:
@@ -98,7 +91,7 @@ def moe_experts_fp8(
         (w2, w2_scale, b2),
         quantize,
         out_dtype,
-        Gate(activation, interleaved, alpha, limit),
+        GateConstants(**gate),
         block,
     )
 
@@ -115,14 +108,10 @@ def moe_experts_int8(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
+    b13: Tensor | None,
+    b2: Tensor | None,
     out_dtype: torch.dtype,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     return sum_of_experts(
         MOE_EXPERTS_8_BITS,
@@ -134,5 +123,5 @@ def moe_experts_int8(
         (w2, w2_scale, b2),
         quant_int8_per_token,
         out_dtype,
-        Gate(activation, interleaved, alpha, limit),
+        GateConstants(**gate),
     )

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from atomc.kernels.triton.experts.expert_gate import Gate, activated
+from atomc.kernels.triton.experts.expert_gate import GateConstants, activated
 from atomc.kernels.triton.experts.expert_sort import Routing
 from atomc.kernels.triton.launch.launch import let_next_start, overlap, tile_of, wait_for_last
 from atomc.kernels.triton.launch.tile_table import Launch
@@ -231,7 +231,7 @@ class Matrices(NamedTuple):
 Codes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
-def _squares(square: int, block: int, rows: int, gate: Gate | None, paired: bool) -> int:
+def _squares(square: int, block: int, rows: int, gate: GateConstants | None, paired: bool) -> int:
     """In how many squares the rows of the weight in a tile of `block` are: 1; 2 if gate and up are
     in one each; 0: in any number, or there are no squares.
     """
@@ -268,7 +268,7 @@ def launch_pairs(
     rows: int,
     tile: Launch,
     out_dtype: torch.dtype,
-    gate: Gate | None,
+    gate: GateConstants | None,
     out: Tensor | None = None,
     blocks: int = 0,
     **constants: object,
@@ -314,7 +314,7 @@ def grouped_product(
     pairs: int,
     out_dtype: torch.dtype,
     square: int = 0,
-    gate: Gate | None = None,
+    gate: GateConstants | None = None,
     out: Tensor | None = None,
     capacity: int | None = None,
 ) -> Tensor:
