@@ -6,7 +6,6 @@ x [..., X], y [..., Y], x_weight [X], y_weight [Y].
 
 from typing import Unpack
 
-import torch
 from torch import Tensor
 
 from atomc.ops.norm import norm_op, normed_shape, rms_norm
@@ -68,14 +67,10 @@ def rms_norm_pair_quant(
     y_scale: Tensor | None = None,
     style: str = "after",
     *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
     quantize_y: bool = True,
     keep_x: bool = False,
     keep_y: bool = False,
+    **scheme: Unpack[SchemeArguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """rms_norm_quant(x, x_weight) and, if quantize_y, rms_norm_quant(y, y_weight), else
     rms_norm(y, y_weight) -> codes and scales of x, codes and scales of y, norm of x, norm of y.
@@ -83,13 +78,10 @@ def rms_norm_pair_quant(
     keep_x, keep_y: the norm is returned, too. What is not returned is empty, [0]. x_scale and
     y_scale [1] fp32 for fp8_static, else None.
     """
-    arguments = SchemeArguments(
-        scheme=scheme, dtype=dtype, group=group, column_major=column_major, rounding=rounding
-    )
     quantized = rms_norm_quant.reference
-    x_parts = quantized(x, x_weight, eps, x_scale, style, keep=keep_x, **arguments)
+    x_parts = quantized(x, x_weight, eps, x_scale, style, keep=keep_x, **scheme)
     y_parts = (
-        quantized(y, y_weight, eps, y_scale, style, keep=keep_y, **arguments)
+        quantized(y, y_weight, eps, y_scale, style, keep=keep_y, **scheme)
         if quantize_y
         else (y.new_empty(0), y.new_empty(0), rms_norm.reference(y, y_weight, eps, style))
     )

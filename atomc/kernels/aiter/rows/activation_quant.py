@@ -5,6 +5,8 @@ Static fp8 rounds the product to the model's dtype before it is quantized, once;
 in fp32.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from atomc.kernels.checks import odd_group, too_wide, uneven, unlike
 from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
+from atomc.ops.schemes import SchemeArguments
 from atomc.platform import Platform
 
 FP8 = ("aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant")
@@ -75,34 +78,18 @@ def _refuse(
 
 @ops.silu_and_mul_quant.kernel("aiter", refuses=_refuse, rounds="once")
 def silu_and_mul_quant(
-    gate: Tensor,
-    up: Tensor,
-    scale: Tensor | None,
-    scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    column_major: bool,
-    rounding: str,
+    gate: Tensor, up: Tensor, scale: Tensor | None, **how: Unpack[SchemeArguments]
 ) -> tuple[Tensor, Tensor]:
     if not gate.numel():
-        return ops.silu_and_mul_quant.reference(
-            gate,
-            up,
-            scale,
-            scheme=scheme,
-            dtype=dtype,
-            group=group,
-            column_major=column_major,
-            rounding=rounding,
-        )
-    packed = side_by_side(gate, up)
+        return ops.silu_and_mul_quant.reference(gate, up, scale, **how)
+    scheme, dtype, packed = how["scheme"], how["dtype"], side_by_side(gate, up)
     if scheme == "fp8_static":
         codes = fused_silu_mul_fp8_per_tensor_static_quant(
             packed, scale, dtype_quant=dtype, silu_convert_to_inp_type=True
         )
         return codes.view(gate.shape), gate.new_empty(0, dtype=torch.float32)
     if scheme == "fp8_group":
-        codes, scales = act_mul_and_fp8_group_quant(packed, "silu", group, dtype_quant=dtype)
+        codes, scales = act_mul_and_fp8_group_quant(packed, "silu", how["group"], dtype_quant=dtype)
     else:
         (codes, scales), _ = fused_reduce_act_mul_and_mxfp4_quant(packed, "silu", shuffle=False)
     return with_lead(codes, gate), with_lead(scales, gate)

@@ -77,34 +77,18 @@ def _quantized(
     eps: float,
     scale: Tensor | None,
     style: str,
-    scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    column_major: bool,
-    rounding: str,
-    keep: bool,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, the sum, which is x without a residual, and the norm."""
     if not x.numel():
-        return ops.add_rms_norm_quant.reference(
-            x,
-            x if residual is None else residual,
-            weight,
-            eps,
-            scale,
-            style,
-            scheme=scheme,
-            dtype=dtype,
-            group=group,
-            column_major=column_major,
-            rounding=rounding,
-            keep=keep,
-        )
+        added = x if residual is None else residual
+        return ops.add_rms_norm_quant.reference(x, added, weight, eps, scale, style, **how)
+    scheme, dtype, keep = how["scheme"], how["dtype"], how["keep"]
     flat, other = as_rows(x), None if residual is None else as_rows(residual)
-    how = {"res1": other, "output_unquantized_inp1": keep}
+    extra = {"res1": other, "output_unquantized_inp1": keep}
     if scheme == "fp8_static":
         codes, norm, _, total = fused_rms_fp8_per_tensor_static_quant(
-            flat, weight, eps, scale, dtype_quant=dtype, rmsnorm_convert_to_inp1_type=True, **how
+            flat, weight, eps, scale, dtype_quant=dtype, rmsnorm_convert_to_inp1_type=True, **extra
         )
         scales = x.new_empty(0, dtype=torch.float32)
     elif scheme == "fp8_group":
@@ -112,17 +96,17 @@ def _quantized(
             flat,
             weight,
             eps,
-            group_size=group,
+            group_size=how["group"],
             dtype_quant=dtype,
-            transpose_scale=column_major,
-            **how,
+            transpose_scale=how["column_major"],
+            **extra,
         )
-        if column_major:
+        if how["column_major"]:
             # It comes with the shape of rows over the bytes of columns.
             scales = scales.view(scales.shape[1], scales.shape[0]).t()
     else:
         (codes, scales), norm, _, total = fused_rms_mxfp4_quant(
-            flat, weight, eps, shuffle=False, **how
+            flat, weight, eps, shuffle=False, **extra
         )
     return (
         with_lead(codes, x),

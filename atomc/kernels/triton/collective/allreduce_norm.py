@@ -2,7 +2,8 @@
 and a norm with a quantized result is a second one.
 """
 
-import torch
+from typing import Unpack
+
 from torch import Tensor
 
 from atomc import ops
@@ -11,6 +12,7 @@ from atomc.kernels.triton.collective.allreduce import all_reduce, all_reduce_rms
 from atomc.kernels.triton.rows.norm import refuse_rms_norm
 from atomc.kernels.triton.rows.norm_quant import quantized_norm, refuse_rms_norm_quant
 from atomc.ops.op import Refusal
+from atomc.ops.schemes import KeptScheme
 from atomc.platform import Platform
 from atomc.token_range import Tokens
 from atomc.torch_compat import peer_memory
@@ -24,7 +26,7 @@ TOKENS = Tokens(1, peer_memory.rows_of(2))
 NOTE = "one launch over peer memory"
 
 
-def most_tokens(platform: Platform, x: Tensor, process_group: str, **_: object) -> int:
+def most_tokens(x: Tensor, process_group: str) -> int:
     """The most tokens that the kernels are for: a power of two, since a step of each is launched
     before the first request.
     """
@@ -33,9 +35,7 @@ def most_tokens(platform: Platform, x: Tensor, process_group: str, **_: object) 
     return min(1 << (rows.bit_length() - 1), peer_memory.rows_of(ranks))
 
 
-def refuse_all_reduce(
-    platform: Platform, x: Tensor, process_group: str, **_: object
-) -> Refusal | None:
+def refuse_all_reduce(platform: Platform, x: Tensor, process_group: str) -> Refusal | None:
     if not platform.is_cuda:
         return Refusal("hardware", "ranks write each other's memory on NVIDIA GPUs only")
     reason = dict(platform.peer_groups).get(process_group, "they did not ask for it")
@@ -57,7 +57,7 @@ refuse_allreduce_rms_norm_quant = first_refusal(refuse_rms_norm_quant, refuse_al
     "triton", refuses=refuse_allreduce_rms_norm, tokens=TOKENS, limit=most_tokens, note=NOTE
 )
 def allreduce_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, process_group: str, style: str = "after"
+    x: Tensor, weight: Tensor, eps: float, process_group: str, style: str
 ) -> tuple[Tensor, Tensor]:
     return all_reduce_rms_norm(x, None, weight, eps, peer_memory.of(process_group), style)
 
@@ -66,12 +66,7 @@ def allreduce_rms_norm(
     "triton", refuses=refuse_allreduce_rms_norm, tokens=TOKENS, limit=most_tokens, note=NOTE
 )
 def allreduce_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    style: str = "after",
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, process_group: str, style: str
 ) -> tuple[Tensor, Tensor]:
     return all_reduce_rms_norm(x, residual, weight, eps, peer_memory.of(process_group), style)
 
@@ -84,29 +79,12 @@ def allreduce_rms_norm_quant(
     weight: Tensor,
     eps: float,
     process_group: str,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    scale: Tensor | None,
+    style: str,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return quantized_norm(
-        all_reduce(x, peer_memory.of(process_group)),
-        None,
-        weight,
-        eps,
-        scale,
-        style,
-        scheme,
-        dtype,
-        group,
-        column_major,
-        rounding,
-        keep,
+        all_reduce(x, peer_memory.of(process_group)), None, weight, eps, scale, style, **how
     )
 
 
@@ -119,27 +97,10 @@ def allreduce_add_rms_norm_quant(
     weight: Tensor,
     eps: float,
     process_group: str,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    scale: Tensor | None,
+    style: str,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return quantized_norm(
-        all_reduce(x, peer_memory.of(process_group)),
-        residual,
-        weight,
-        eps,
-        scale,
-        style,
-        scheme,
-        dtype,
-        group,
-        column_major,
-        rounding,
-        keep,
+        all_reduce(x, peer_memory.of(process_group)), residual, weight, eps, scale, style, **how
     )

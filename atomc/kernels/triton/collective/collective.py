@@ -2,20 +2,22 @@
 for few tokens are in allreduce_norm.py, which is imported first so that they are preferred.
 """
 
-import torch
+from typing import Unpack
+
 from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.launch.tiles import NORM
 from atomc.kernels.triton.rows.norm import add_rms_norm, refuse_rms_norm, rms_norm
 from atomc.kernels.triton.rows.norm_quant import quantized_norm, refuse_rms_norm_quant
+from atomc.ops.schemes import KeptScheme
 
 all_reduce = ops.all_reduce.reference
 
 
 @ops.allreduce_rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
 def allreduce_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, process_group: str, style: str = "after"
+    x: Tensor, weight: Tensor, eps: float, process_group: str, style: str
 ) -> tuple[Tensor, Tensor]:
     total = all_reduce(x, process_group)
     return rms_norm(total, weight, eps, style), total
@@ -23,12 +25,7 @@ def allreduce_rms_norm(
 
 @ops.allreduce_add_rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
 def allreduce_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    style: str = "after",
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, process_group: str, style: str
 ) -> tuple[Tensor, Tensor]:
     return add_rms_norm(all_reduce(x, process_group), residual, weight, eps, style)
 
@@ -39,30 +36,11 @@ def allreduce_rms_norm_quant(
     weight: Tensor,
     eps: float,
     process_group: str,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    scale: Tensor | None,
+    style: str,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return quantized_norm(
-        all_reduce(x, process_group),
-        None,
-        weight,
-        eps,
-        scale,
-        style,
-        scheme,
-        dtype,
-        group,
-        column_major,
-        rounding,
-        keep,
-    )
+    return quantized_norm(all_reduce(x, process_group), None, weight, eps, scale, style, **how)
 
 
 @ops.allreduce_add_rms_norm_quant.kernel(
@@ -74,27 +52,8 @@ def allreduce_add_rms_norm_quant(
     weight: Tensor,
     eps: float,
     process_group: str,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    scale: Tensor | None,
+    style: str,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return quantized_norm(
-        all_reduce(x, process_group),
-        residual,
-        weight,
-        eps,
-        scale,
-        style,
-        scheme,
-        dtype,
-        group,
-        column_major,
-        rounding,
-        keep,
-    )
+    return quantized_norm(all_reduce(x, process_group), residual, weight, eps, scale, style, **how)

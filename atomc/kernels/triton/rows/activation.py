@@ -143,5 +143,5 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @ops.gelu_and_mul.kernel("triton", refuses=refuse_gated_activation, tuned_for=GATED.archs)
-def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
     return _launch(gate, up, approximate)

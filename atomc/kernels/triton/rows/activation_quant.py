@@ -4,6 +4,8 @@ Codes can differ from the reference where exp is rounded differently; tests allo
 codes, by one step.
 """
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,7 @@ from atomc.kernels.triton.rows.quant import (
     unquantizable,
 )
 from atomc.ops.op import Refusal
+from atomc.ops.schemes import SchemeArguments
 from atomc.platform import Platform
 
 # With one scale per row a program takes a whole row, and few rows leave most of the device idle.
@@ -79,12 +82,10 @@ def refuse_silu_and_mul_quant(
     platform: Platform,
     gate: Tensor,
     up: Tensor,
-    *,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    rounding: str = "even",
-    **_: object,
+    dtype: torch.dtype,
+    group: int,
+    rounding: str,
 ) -> Refusal | None:
     return (
         unquantizable(platform, gate, scheme, dtype, group, rounding, "gate")
@@ -97,21 +98,14 @@ def refuse_silu_and_mul_quant(
     "triton", refuses=refuse_silu_and_mul_quant, tuned_for=GATED_QUANT_WARPS.archs
 )
 def silu_and_mul_quant(
-    gate: Tensor,
-    up: Tensor,
-    scale: Tensor | None = None,
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
+    gate: Tensor, up: Tensor, scale: Tensor | None, **how: Unpack[SchemeArguments]
 ) -> tuple[Tensor, Tensor]:
+    scheme = how["scheme"]
     if scheme in PER_ROW and gate.shape[-1] > WIDE and num_rows(gate) <= FEW:
         y = silu_and_mul(gate, up)
         int8 = scheme == "int8_per_token"
-        return quant_int8_per_token(y) if int8 else quant_fp8_per_token(y, dtype)
-    out = Quantized(gate, scale, scheme, dtype, group, column_major, rounding)
+        return quant_int8_per_token(y) if int8 else quant_fp8_per_token(y, how["dtype"])
+    out = Quantized(gate, scale, **how)
     if rows := num_rows(gate):
         tile = _tile(out, rows, gate.shape[-1])
         _gated_quant[(triton.cdiv(rows, tile["ROWS"]), triton.cdiv(gate.shape[-1], tile["BLOCK"]))](

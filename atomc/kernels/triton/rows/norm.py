@@ -137,7 +137,6 @@ def refuse_layer_norm(
     residual: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, x=x, residual=residual, weight=weight, bias=bias)
@@ -148,12 +147,7 @@ def refuse_layer_norm(
 
 
 def refuse_rms_norm(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    style: str = "after",
-    residual: Tensor | None = None,
-    **_: object,
+    platform: Platform, x: Tensor, weight: Tensor, style: str, residual: Tensor | None = None
 ) -> Refusal | None:
     return unknown(RMS_NORM_STYLES, style=style) or refuse_layer_norm(platform, x, residual, weight)
 
@@ -191,7 +185,7 @@ def normed_dtype(x: Tensor, weight: Tensor, style: str) -> torch.dtype:
 
 
 @ops.rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
-def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
     out = torch.empty_like(x, dtype=normed_dtype(x, weight, style))
     _launch(_rms_norm, x, None, (weight,), out, eps, False, WIDTH=x.shape[-1], STYLE=style)
     return out
@@ -199,13 +193,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
 
 @ops.add_rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    style: str = "after",
-    *,
-    keep_sum: bool = True,
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str, keep_sum: bool
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, dtype=normed_dtype(x, weight, style))
     total = _launch(
@@ -214,7 +202,7 @@ def add_rms_norm(
     return out, total if keep_sum else x.new_empty(0)
 
 
-def refuse_padding(x: Tensor, columns: int, **_: object) -> Refusal | None:
+def refuse_padding(x: Tensor, columns: int) -> Refusal | None:
     if x.shape[-1] + columns > MAX_COLUMNS:
         return Refusal(
             "shape",
@@ -228,7 +216,7 @@ refuse_add_rms_norm_pad = first_refusal(refuse_padding, refuse_rms_norm)
 
 @ops.add_rms_norm_pad.kernel("triton", refuses=refuse_add_rms_norm_pad, tuned_for=NORM.archs)
 def add_rms_norm_pad(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1] + columns
     out = x.new_empty((*x.shape[:-1], width), dtype=normed_dtype(x, weight, style))
@@ -249,8 +237,7 @@ def add_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    *,
-    keep_sum: bool = True,
+    keep_sum: bool,
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = _launch(_layer_norm, x, residual, (weight, bias), out, eps, keep_sum)

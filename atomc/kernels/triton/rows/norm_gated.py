@@ -54,7 +54,7 @@ def _rms_norm_gated(
     store_rows(out, row, column, sizes, y * (gate * tl.sigmoid(gate)), inside)
 
 
-def refuse_gate(platform: Platform, x: Tensor, gate: Tensor, **_: object) -> Refusal | None:
+def refuse_gate(platform: Platform, x: Tensor, gate: Tensor) -> Refusal | None:
     return unfit(platform, gate=gate) or unlike_shapes(x, gate=gate)
 
 
@@ -62,9 +62,7 @@ refuse_rms_norm_gated = first_refusal(refuse_rms_norm, refuse_gate)
 
 
 @ops.rms_norm_gated.kernel("triton", refuses=refuse_rms_norm_gated, tuned_for=NORM_GATED.archs)
-def rms_norm_gated(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, style: str = "after"
-) -> Tensor:
+def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
     out = torch.empty_like(x)
     if rows := num_rows(out):
         block = triton.next_power_of_2(x.shape[-1])

@@ -2,6 +2,8 @@
 results. A program takes rows of one of the two.
 """
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,7 @@ from atomc.kernels.triton.rows.norm_quant import RowNorm, quantize_norm
 from atomc.kernels.triton.rows.quant import Quantized, unquantizable
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Refusal
+from atomc.ops.schemes import SchemeArguments
 from atomc.platform import Platform
 
 
@@ -73,13 +76,7 @@ def _launch(like: Tensor, x: RowNorm, y: RowNorm, eps: float, style: str) -> Non
 
 
 def refuse_rms_norm_pair(
-    platform: Platform,
-    x: Tensor,
-    y: Tensor,
-    x_weight: Tensor,
-    y_weight: Tensor,
-    style: str = "after",
-    **_: object,
+    platform: Platform, x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, style: str
 ) -> Refusal | None:
     if x.dim() != y.dim() or not all(map(known_equal, x.shape[:-1], y.shape[:-1])):
         return Refusal(
@@ -94,7 +91,7 @@ def refuse_rms_norm_pair(
 
 @ops.rms_norm_pair.kernel("triton", refuses=refuse_rms_norm_pair, tuned_for=NORM.archs)
 def rms_norm_pair(
-    x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float, style: str = "after"
+    x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float, style: str
 ) -> tuple[Tensor, Tensor]:
     of_x = RowNorm(x, None, x_weight, style, None, True)
     of_y = RowNorm(y, None, y_weight, style, None, True)
@@ -105,13 +102,11 @@ def rms_norm_pair(
 def refuse_quant_of_y(
     platform: Platform,
     y: Tensor,
-    *,
     scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    rounding: str = "even",
-    quantize_y: bool = True,
-    **_: object,
+    dtype: torch.dtype,
+    group: int,
+    rounding: str,
+    quantize_y: bool,
 ) -> Refusal | None:
     if not quantize_y:
         return None
@@ -128,24 +123,19 @@ def rms_norm_pair_quant(
     x_weight: Tensor,
     y_weight: Tensor,
     eps: float,
-    x_scale: Tensor | None = None,
-    y_scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    quantize_y: bool = True,
-    keep_x: bool = False,
-    keep_y: bool = False,
+    x_scale: Tensor | None,
+    y_scale: Tensor | None,
+    style: str,
+    quantize_y: bool,
+    keep_x: bool,
+    keep_y: bool,
+    **scheme: Unpack[SchemeArguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    of_x = Quantized(x, x_scale, scheme, dtype, group, column_major, rounding)
+    of_x = Quantized(x, x_scale, **scheme)
     of_y = None
     y_codes = y.new_empty(0), y.new_empty(0)
     if quantize_y:
-        of_y = Quantized(y, y_scale, scheme, dtype, group, column_major, rounding)
+        of_y = Quantized(y, y_scale, **scheme)
         y_codes = of_y.codes, of_y.scales
     x_norm = RowNorm(x, None, x_weight, style, of_x, keep_x)
     y_norm = RowNorm(y, None, y_weight, style, of_y, keep_y or not quantize_y)

@@ -4,7 +4,7 @@ The order in which squares are added can move a value across the border between 
 allow this for few codes, by one step.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import triton
@@ -33,6 +33,7 @@ from atomc.kernels.triton.rows.norm import (
     tile_for,
 )
 from atomc.kernels.triton.rows.quant import Coding, Quantized, store_quantized, unquantizable
+from atomc.ops.schemes import KeptScheme, SchemeArguments
 
 
 class Constants(NamedTuple):
@@ -127,15 +128,11 @@ def quantized_norm(
     eps: float,
     scale: Tensor | None,
     style: str,
-    scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    column_major: bool,
-    rounding: str,
-    keep: bool,
+    keep: bool = False,
+    **scheme: Unpack[SchemeArguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """add_rms_norm_quant; without a residual, the sum is x."""
-    out = Quantized(x, scale, scheme, dtype, group, column_major, rounding)
+    out = Quantized(x, scale, **scheme)
     norm = RowNorm(x, residual, weight, style, out, keep)
     if rows := num_rows(x):
         tile = tile_for(x, x.shape[-1])
@@ -162,19 +159,11 @@ def rms_norm_quant(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    scale: Tensor | None,
+    style: str,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, _, y = quantized_norm(
-        x, None, weight, eps, scale, style, scheme, dtype, group, column_major, rounding, keep
-    )
+    codes, scales, _, y = quantized_norm(x, None, weight, eps, scale, style, **how)
     return codes, scales, y
 
 
@@ -184,16 +173,8 @@ def add_rms_norm_quant(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
+    scale: Tensor | None,
+    style: str,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return quantized_norm(
-        x, residual, weight, eps, scale, style, scheme, dtype, group, column_major, rounding, keep
-    )
+    return quantized_norm(x, residual, weight, eps, scale, style, **how)

@@ -290,7 +290,6 @@ def unquantizable(
     group: int = 128,
     rounding: str = "even",
     name: str = "x",
-    **_: object,
 ) -> Refusal | None:
     """Refuse rows of x that `store_quantized` cannot quantize in this scheme."""
     if reason := unfit(platform, **{name: x}) or unknown(SCHEMES, scheme=scheme):
@@ -329,16 +328,14 @@ def _launch(x: Tensor, out: Quantized) -> tuple[Tensor, Tensor]:
 @ops.quant_fp8_static.kernel(
     "triton", refuses=first_refusal(unquantizable, scheme="fp8_static"), tuned_for=QUANT.archs
 )
-def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _launch(x, Quantized(x, scale, "fp8_static", dtype))[0]
 
 
 @ops.quant_fp8_per_token.kernel(
     "triton", refuses=first_refusal(unquantizable, scheme="fp8_per_token"), tuned_for=QUANT.archs
 )
-def quant_fp8_per_token(
-    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[Tensor, Tensor]:
+def quant_fp8_per_token(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "fp8_per_token", dtype))
 
 
@@ -346,10 +343,7 @@ def quant_fp8_per_token(
     "triton", refuses=first_refusal(unquantizable, scheme="fp8_group"), tuned_for=QUANT.archs
 )
 def quant_fp8_group(
-    x: Tensor,
-    group: int = 128,
-    column_major_scales: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    x: Tensor, group: int, column_major_scales: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "fp8_group", dtype, group, column_major_scales))
 
@@ -357,7 +351,7 @@ def quant_fp8_group(
 @ops.quant_mxfp4.kernel(
     "triton", refuses=first_refusal(unquantizable, scheme="mxfp4"), tuned_for=QUANT.archs
 )
-def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
+def quant_mxfp4(x: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "mxfp4", rounding=rounding))
 
 

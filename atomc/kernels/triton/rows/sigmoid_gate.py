@@ -55,7 +55,7 @@ def _sigmoid_gated(
 
 
 def refuse_sigmoid_and_mul(
-    platform: Platform, gate: Tensor, up: Tensor, added: Tensor | None = None
+    platform: Platform, gate: Tensor, up: Tensor, added: Tensor | None
 ) -> Refusal | None:
     return (
         unfit(platform, gate=gate, up=up, added=added)
@@ -66,7 +66,7 @@ def refuse_sigmoid_and_mul(
 
 
 @ops.sigmoid_and_mul.kernel("triton", refuses=refuse_sigmoid_and_mul, tuned_for=GATED.archs)
-def sigmoid_and_mul(gate: Tensor, up: Tensor, added: Tensor | None = None) -> Tensor:
+def sigmoid_and_mul(gate: Tensor, up: Tensor, added: Tensor | None) -> Tensor:
     # PyTorch's result has the order of the dimensions of the first operand.
     first = gate.expand_as(up) if added is None else added
     out = torch.empty_like(first)
