@@ -1,5 +1,7 @@
 """Routers: which experts a token goes to, and with what weights."""
 
+from typing import Annotated, Required, TypedDict, Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,21 @@ from atomc.ops.op_traits import Kind
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "sqrt_softplus")
 GROUP_SCORES = ("max", "top2")
+
+
+class ExpertChoice(TypedDict, total=False):
+    """How experts are chosen: options of topk_route, which explains them."""
+
+    k: Required[int]
+    score: Annotated[str, "softmax"]
+    groups: Annotated[int, 1]
+    topk_groups: Annotated[int, 1]
+    group_score: Annotated[str, "max"]
+    renormalize: Annotated[bool, False]
+    eps: Annotated[float, 0.0]
+    min_sum: Annotated[float, 0.0]
+    scale: Annotated[float, 1.0]
+    dtype: Annotated[torch.dtype, torch.float32]
 
 
 def _scores(logits: Tensor, score: str) -> Tensor:
@@ -115,16 +132,7 @@ def linear_topk_route(
     bias: Tensor | None = None,
     *,
     logits_dtype: torch.dtype,
-    k: int,
-    score: str = "softmax",
-    groups: int = 1,
-    topk_groups: int = 1,
-    group_score: str = "max",
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
+    **choice: Unpack[ExpertChoice],
 ) -> tuple[Tensor, Tensor]:
     """topk_route of the logits x @ weight.T + linear_bias, which are rounded to logits_dtype. x [T,
     H], weight [E, H], linear_bias [E] of one dtype; the rest as topk_route. logits_dtype is that of
@@ -132,17 +140,4 @@ def linear_topk_route(
     """
     added = None if linear_bias is None else linear_bias.to(logits_dtype)
     logits = linear.reference(x.to(logits_dtype), weight.to(logits_dtype), added)
-    return topk_route.reference(
-        logits,
-        bias,
-        k=k,
-        score=score,
-        groups=groups,
-        topk_groups=topk_groups,
-        group_score=group_score,
-        renormalize=renormalize,
-        eps=eps,
-        min_sum=min_sum,
-        scale=scale,
-        dtype=dtype,
-    )
+    return topk_route.reference(logits, bias, **choice)

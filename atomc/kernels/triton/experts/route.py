@@ -3,6 +3,8 @@
 Equal scores are taken in the order of their experts. (torch.topk promises none.)
 """
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -29,7 +31,7 @@ from atomc.kernels.triton.linear.linear import MAX_ROWS, multiply
 from atomc.kernels.triton.rows.activation import softplus
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
-from atomc.ops.route import GROUP_SCORES, SCORES
+from atomc.ops.route import GROUP_SCORES, SCORES, ExpertChoice
 from atomc.platform import Platform
 
 MAX_EXPERTS = 1024
@@ -140,14 +142,12 @@ def _route(
 def refuse_topk_route(
     platform: Platform,
     logits: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     k: int,
-    score: str = "softmax",
-    groups: int = 1,
-    group_score: str = "max",
-    dtype: torch.dtype = torch.float32,
-    **_: object,
+    score: str,
+    groups: int,
+    group_score: str,
+    dtype: torch.dtype,
 ) -> Refusal | None:
     return unfit(platform, logits=logits, bias=bias) or _unroutable(
         logits.shape[-1], k, score, groups, group_score, dtype
@@ -171,18 +171,17 @@ def _unroutable(
 @ops.topk_route.kernel("triton", refuses=refuse_topk_route)
 def topk_route(
     logits: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     k: int,
-    score: str = "softmax",
-    groups: int = 1,
-    topk_groups: int = 1,
-    group_score: str = "max",
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
+    score: str,
+    groups: int,
+    topk_groups: int,
+    group_score: str,
+    renormalize: bool,
+    eps: float,
+    min_sum: float,
+    scale: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     experts, shape = logits.shape[-1], (*logits.shape[:-1], k)
     weights = logits.new_empty(shape, dtype=dtype)
@@ -214,16 +213,14 @@ def refuse_linear_topk_route(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    linear_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    linear_bias: Tensor | None,
+    bias: Tensor | None,
     logits_dtype: torch.dtype,
     k: int,
-    score: str = "softmax",
-    groups: int = 1,
-    group_score: str = "max",
-    dtype: torch.dtype = torch.float32,
-    **_: object,
+    score: str,
+    groups: int,
+    group_score: str,
+    dtype: torch.dtype,
 ) -> Refusal | None:
     reason = (
         unfit(platform, x=x, weight=weight, linear_bias=linear_bias, bias=bias)
@@ -260,32 +257,9 @@ def _logits(
 def linear_topk_route(
     x: Tensor,
     weight: Tensor,
-    linear_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    linear_bias: Tensor | None,
+    bias: Tensor | None,
     logits_dtype: torch.dtype,
-    k: int,
-    score: str = "softmax",
-    groups: int = 1,
-    topk_groups: int = 1,
-    group_score: str = "max",
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
+    **choice: Unpack[ExpertChoice],
 ) -> tuple[Tensor, Tensor]:
-    return topk_route(
-        _logits(x, weight, linear_bias, logits_dtype),
-        bias,
-        k=k,
-        score=score,
-        groups=groups,
-        topk_groups=topk_groups,
-        group_score=group_score,
-        renormalize=renormalize,
-        eps=eps,
-        min_sum=min_sum,
-        scale=scale,
-        dtype=dtype,
-    )
+    return topk_route(_logits(x, weight, linear_bias, logits_dtype), bias, **choice)
