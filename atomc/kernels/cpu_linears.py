@@ -37,11 +37,7 @@ def unlike_int8(
 
 
 def unlike_int4(
-    platform: Platform,
-    weight: Tensor,
-    weight_scale: Tensor,
-    zeros: Tensor | None,
-    group: int,
+    platform: Platform, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, group: int
 ) -> Refusal | None:
     """Refuse operands other than those of a product with int4 weights on an x86 CPU."""
     if reason := elsewhere(platform):

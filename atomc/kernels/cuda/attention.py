@@ -32,7 +32,6 @@ def refuse_attention(
     sinks: Tensor | None,
     window: int,
     softcap: float,
-    **_: object,
 ) -> Refusal | None:
     return (
         older_than((8, 0), platform, "cuDNN's attention runs")
@@ -60,19 +59,7 @@ def _unplanned(*tensors: Tensor) -> Refusal | None:
 
 
 @ops.attention.kernel("cuda", refuses=refuse_attention)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor | None = None,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
     if not q.numel() or not k.numel():
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     q4, k4, v4 = (x.view(-1, *x.shape[-3:]).transpose(1, 2) for x in (q, k, v))

@@ -21,7 +21,7 @@ def refuse_linear(
 
 
 @ops.linear.kernel("cuda", refuses=refuse_linear, prefer_inductor=PreferInductor.MAX_AUTOTUNE)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 

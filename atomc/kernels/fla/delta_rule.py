@@ -34,7 +34,7 @@ MAX_KEY = 256
 
 
 def refuse_gated_delta_rule(
-    platform: Platform, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: object
+    platform: Platform, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> Refusal | None:
     """Of fp32, chunks are multiplied in tf32."""
     return (
@@ -55,14 +55,7 @@ def _batch(x: Tensor, dims: int) -> Tensor:
     "fla", refuses=refuse_gated_delta_rule, note="chunks are rounded to 16 bits in between"
 )
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    *,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float
 ) -> Tensor:
     if not v.numel():
         return v.new_empty(v.shape)

@@ -12,7 +12,6 @@ from atomc.kernels.triton.attention import attention as varying
 from atomc.kernels.triton.attention import varlen_attention as packed
 from atomc.kernels.triton.attention.attention_tiles import Tiling
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 
 def _tiling(group: int, width: int, itemsize: int) -> Tiling:
@@ -23,7 +22,7 @@ def _tiling(group: int, width: int, itemsize: int) -> Tiling:
     return Tiling(max(least, 64), 32 if width > 128 else 64, 1, 4, 2)
 
 
-def refuse_windows(platform: Platform, window: int, **_: object) -> Refusal | None:
+def refuse_windows(window: int) -> Refusal | None:
     if window:
         return Refusal(
             "argument",
@@ -44,14 +43,12 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     rows = as_heads(q)
     if rows.shape[0] == 0:
@@ -77,9 +74,7 @@ def paged_attention(
 
 
 @ops.varlen_attention.kernel("invariant", refuses=packed.refuse_varlen_attention)
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float
-) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float) -> Tensor:
     if q.shape[0] == 0:
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
     cut = _tiling(q.shape[1] // k.shape[1], max(q.shape[2], v.shape[2]), q.element_size())

@@ -64,7 +64,7 @@ def refuse_linear(
 
 
 @ops.linear.kernel("invariant", refuses=refuse_linear)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _product(x, weight, bias, x.dtype)
 
 
@@ -85,21 +85,12 @@ def refuse_lora_linear(
     b: Tensor,
     rows: Tensor | None,
     widths: list[int] | None,
-    **_: object,
 ) -> Refusal | None:
     return unfit(platform, y=y, x=x, a=a) or unlike(FLOATS, a=a, b=b) or several(a, rows, widths)
 
 
 @ops.lora_linear.kernel("invariant", refuses=refuse_lora_linear)
-def lora_linear(
-    y: Tensor,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    rows: Tensor | None = None,
-    widths: list[int] | None = None,
-    scale: float = 1.0,
-) -> Tensor:
+def lora_linear(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return adapted(linear, y, x, a, b, scale)
 
 

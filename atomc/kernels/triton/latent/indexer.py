@@ -252,7 +252,6 @@ def refuse_paged_index_topk(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, q=q, weights=weights)
@@ -274,8 +273,6 @@ def paged_index_topk(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    *,
     topk: int,
 ) -> Tensor:
     rows, by_row = q.reshape(-1, *q.shape[-2:]), weights.reshape(-1, weights.shape[-1])

@@ -197,8 +197,7 @@ def refuse_mla_kv_write(
     k_pe: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
-    **_: object,
+    scale: Tensor | None,
 ) -> Refusal | None:
     return (
         unfit(platform, kv_c=kv_c, k_pe=k_pe)
@@ -214,7 +213,7 @@ def refuse_mla_kv_write(
     "triton", layout="paged", refuses=refuse_mla_kv_write, tuned_for=HEAD_ROWS.archs
 )
 def mla_kv_write(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None
 ) -> Tensor:
     if rows := num_rows(kv_c):
         rows_a_program = HEAD_ROWS.choose(kv_c.device, rows)
@@ -241,8 +240,7 @@ def refuse_rotation(
     k_pe: Tensor,
     cos: Tensor,
     sin: Tensor,
-    rope_style: str = "neox",
-    **_: object,
+    rope_style: str,
 ) -> Refusal | None:
     if reason := unfit(platform, q_nope=q_nope):
         return reason
@@ -282,8 +280,8 @@ def mla_rope_kv_write(
     sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
-    rope_style: str = "neox",
+    scale: Tensor | None,
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     nope = q_nope.shape[-1]
     out, turned = empty_queries(q_nope, nope, q_pe, cos)

@@ -193,12 +193,10 @@ def refuse_product(
     q_nope: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    *,
     scheme: str,
-    group: int = 128,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    rounding: str = "even",
-    **_: object,
+    group: int,
+    dtype: torch.dtype,
+    rounding: str,
 ) -> Refusal | None:
     if reason := unknown(BMM_SCHEMES, scheme=scheme) or strided(weight=weight):
         return reason
@@ -255,13 +253,12 @@ def bmm_rope_kv_write(
     sin: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None = None,
-    *,
+    scale: Tensor | None,
     scheme: str,
-    rope_style: str = "neox",
-    group: int = 128,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    rounding: str = "even",
+    rope_style: str,
+    group: int,
+    dtype: torch.dtype,
+    rounding: str,
 ) -> tuple[Tensor, Tensor]:
     heads, latent = weight.shape[:2]
     out, turned = empty_queries(q_nope, latent, q_pe, cos)

@@ -166,7 +166,7 @@ def refuse_chosen(chosen: Tensor) -> Refusal | None:
     return unlike((torch.int32,), chosen=chosen)
 
 
-def refuse_positions(chosen: Tensor | None = None, **_: object) -> Refusal | None:
+def refuse_positions(chosen: Tensor | None) -> Refusal | None:
     if chosen is None:
         return Refusal("argument", "a kernel for chosen keys")
     return refuse_chosen(chosen)
@@ -190,11 +190,10 @@ def mla_absorbed_attention(
     seq_lens: Tensor,
     block_tables: Tensor,
     token: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     latent: int,
     scale: float,
-    chosen: Tensor | None = None,
+    chosen: Tensor | None,
 ) -> Tensor:
     assert chosen is not None
     longest = block_tables.shape[1] * kv_cache.shape[1]

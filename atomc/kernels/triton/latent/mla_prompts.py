@@ -84,11 +84,9 @@ def refuse_mla_paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     scale: float,
-    chosen: Tensor | None = None,
-    **_: object,
+    chosen: Tensor | None,
 ) -> Refusal | None:
     latent = weight.shape[-1]
     in_latent_space = q.new_empty((*q.shape[:-1], kv_cache.shape[-1]))
@@ -126,11 +124,9 @@ def mla_paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     scale: float,
-    chosen: Tensor | None = None,
+    chosen: Tensor | None,
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     tokens, heads, width = rows.shape

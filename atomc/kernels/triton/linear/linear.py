@@ -266,7 +266,7 @@ def refuse_linear(
 @ops.linear.kernel(
     "triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=refuse_linear, tuned_for=LINEAR.archs
 )
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return multiply(x, weight, bias)
 
 

@@ -126,14 +126,7 @@ def _linear_split_cat(
 
 
 def refuse_linear_split_cat(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    k_pe: Tensor,
-    *,
-    scheme: str,
-    **_: object,
+    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, k_pe: Tensor, scheme: str
 ) -> Refusal | None:
     return (
         unfit(platform, k_pe=k_pe)
@@ -152,7 +145,6 @@ def linear_split_cat(
     x_scale: Tensor,
     weight_scale: Tensor,
     k_pe: Tensor,
-    *,
     nope: int,
     scheme: str,
     out_dtype: torch.dtype,

@@ -124,9 +124,9 @@ def refuse_lora_linear(
     x: Tensor,
     a: Tensor,
     b: Tensor,
-    rows: Tensor | None = None,
-    widths: list[int] | None = None,
-    scale: float = 1.0,
+    rows: Tensor | None,
+    widths: list[int] | None,
+    scale: float,
 ) -> Refusal | None:
     if rows is None or widths is None or scale != 1.0:
         return Refusal("argument", "written for adapters of rows, with the scale in b")
@@ -161,13 +161,7 @@ def _tile(thin_block: int, dtype: torch.dtype) -> tuple[int, int]:
 
 @ops.lora_linear.kernel("triton", refuses=refuse_lora_linear, tuned_for=LORA_FEW.archs)
 def lora_linear(
-    y: Tensor,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    rows: Tensor | None = None,
-    widths: list[int] | None = None,
-    scale: float = 1.0,
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: Tensor | None, widths: list[int] | None
 ) -> Tensor:
     assert rows is not None and widths is not None, "refuse_lora_linear"
     (adapters, thin_size, depth), (rank, outputs) = a.shape, b.shape[1:]

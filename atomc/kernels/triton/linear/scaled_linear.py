@@ -184,11 +184,9 @@ def refuse_scaled_linear(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
     block: int = BLOCK,
-    **_: object,
 ) -> Refusal | None:
     """Refuse operands that neither the kernel for few rows nor that for many rows can multiply."""
     return (
@@ -203,7 +201,7 @@ def refuse_scaled_linear(
     )
 
 
-def refuse_more_rows(x: Tensor, **_: object) -> Refusal | None:
+def refuse_more_rows(x: Tensor) -> Refusal | None:
     return more_rows(x, MAX_ROWS, "for which another kernel is faster")
 
 
@@ -221,8 +219,7 @@ def scaled_linear_fp8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)
@@ -236,10 +233,8 @@ def scaled_linear_fp8_block(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-    block: int = 128,
 ) -> Tensor:
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, blocks=True)
 
@@ -252,8 +247,7 @@ def scaled_linear_int8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)

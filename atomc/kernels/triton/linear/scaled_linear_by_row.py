@@ -18,7 +18,7 @@ from atomc.ops.op import Refusal
 MANY_ROWS = 128
 
 
-def refuse_rows(x: Tensor, x_scale: Tensor, weight_scale: Tensor, **_: object) -> Refusal | None:
+def refuse_rows(x: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
     if x_scale.dim() <= 1 and weight_scale.dim() <= 1:
         return Refusal("slower", "one scale for all rows, which cuBLAS takes as fast")
     return more_rows(x, MANY_ROWS, "which are left to cuBLAS")
@@ -35,8 +35,7 @@ def scaled_linear_fp8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)

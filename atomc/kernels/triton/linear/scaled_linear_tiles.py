@@ -17,7 +17,6 @@ from atomc.kernels.triton.launch.launch import num_rows, tile_of
 from atomc.kernels.triton.launch.tiles import SCALED_LINEAR_BLOCK_TILES, SCALED_LINEAR_TILES
 from atomc.kernels.triton.linear.linear import store_product
 from atomc.kernels.triton.linear.scaled_linear import (
-    BLOCK,
     refuse_scaled_linear,
     row_arguments,
 )
@@ -93,7 +92,7 @@ def multiply(
     return out
 
 
-def refuse_even_weight(weight: Tensor, **_: object) -> Refusal | None:
+def refuse_even_weight(weight: Tensor) -> Refusal | None:
     if not any(size % 16 for size in weight.shape):
         return Refusal(
             "slower", "rows and columns of the weight are multiples of 16, where cuBLAS is faster"
@@ -111,8 +110,7 @@ def scaled_linear_fp8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)
@@ -126,10 +124,8 @@ def scaled_linear_fp8_block(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-    block: int = BLOCK,
 ) -> Tensor:
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, blocks=True)
 
@@ -142,8 +138,7 @@ def scaled_linear_int8(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)

@@ -98,12 +98,7 @@ def _convolve(
 
 
 def refuse_causal_conv1d(
-    platform: Platform,
-    x: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str,
-    **_: object,
+    platform: Platform, x: Tensor, bias: Tensor | None, activation: str
 ) -> Refusal | None:
     if reason := unfit(platform, x=x, bias=bias) or unknown(ACTIVATIONS, activation=activation):
         return reason
@@ -112,13 +107,11 @@ def refuse_causal_conv1d(
     return None
 
 
-def refuse_conv_state(conv_state: Tensor, **_: object) -> Refusal | None:
+def refuse_conv_state(conv_state: Tensor) -> Refusal | None:
     return strided(conv_state=conv_state)
 
 
-def refuse_step(
-    query_start: Tensor, seq_lens: Tensor, state_slots: Tensor, **_: object
-) -> Refusal | None:
+def refuse_step(query_start: Tensor, seq_lens: Tensor, state_slots: Tensor) -> Refusal | None:
     """Refuse descriptions of sequences that the kernels of state per sequence cannot read."""
     expected = (
         ("query_start", query_start, torch.int32),
@@ -141,14 +134,7 @@ def equal_sequences(count: int, tokens: int, device: torch.device) -> tuple[Tens
 
 
 @ops.causal_conv1d.kernel("triton", refuses=refuse_causal_conv1d, tuned_for=CONV.archs)
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    state: Tensor | None = None,
-    *,
-    activation: str,
-) -> Tensor:
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     if not x.numel():
         return x.new_empty(x.shape)
     tokens = x.shape[-2]
@@ -167,7 +153,6 @@ def causal_conv1d_update(
     query_start: Tensor,
     seq_lens: Tensor,
     state_slots: Tensor,
-    *,
     activation: str,
 ) -> Tensor:
     return _launch(x, weight, bias, conv_state, query_start, seq_lens, state_slots, activation)

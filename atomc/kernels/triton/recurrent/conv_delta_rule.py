@@ -182,12 +182,12 @@ def arrivals(seq_lens: Tensor, key_heads: int) -> tuple[Tensor, ...]:
     return (torch.zeros(len(seq_lens), key_heads, dtype=torch.int32, device=seq_lens.device),)
 
 
-def _key_heads(x: Tensor, recurrent_state: Tensor, **_: object) -> tuple[int]:
+def _key_heads(x: Tensor, recurrent_state: Tensor) -> tuple[int]:
     heads, key_width, width = recurrent_state.shape[1:]
     return ((x.shape[-1] - heads * width) // (2 * key_width),)
 
 
-def refuse_wide_state(recurrent_state: Tensor, **_: object) -> Refusal | None:
+def refuse_wide_state(recurrent_state: Tensor) -> Refusal | None:
     return too_wide(max(recurrent_state.shape[-2:]), MAX_WIDTH, "heads")
 
 
@@ -215,10 +215,9 @@ def conv_gated_delta_rule_update(
     query_start: Tensor,
     seq_lens: Tensor,
     state_slots: Tensor,
-    *,
     activation: str,
     scale: float,
-    rate_scale: float = 1.0,
+    rate_scale: float,
     shared: tuple[Tensor, ...],
 ) -> Tensor:
     step = query_start, seq_lens, state_slots

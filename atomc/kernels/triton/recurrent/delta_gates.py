@@ -59,12 +59,7 @@ def _delta_gates(
 
 
 def refuse_delta_gates(
-    platform: Platform,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    **_: object,
+    platform: Platform, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
 ) -> Refusal | None:
     if reason := unfit(platform, a=a, b=b, A_log=A_log, dt_bias=dt_bias) or unlike_shapes(a, b=b):
         return reason
@@ -80,7 +75,7 @@ def refuse_delta_gates(
 
 @ops.delta_gates.kernel("triton", refuses=refuse_delta_gates)
 def delta_gates(
-    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rate_scale: float = 1.0
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rate_scale: float
 ) -> tuple[Tensor, Tensor]:
     heads = a.shape[-1]
     g = a.new_empty(a.shape, dtype=torch.float32)

@@ -98,13 +98,7 @@ def _steps(
 
 
 def refuse_gated_delta_rule(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    **_: object,
+    platform: Platform, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> Refusal | None:
     if reason := unfit(platform, q=q, k=k, v=v, g=g, beta=beta):
         return reason
@@ -115,7 +109,7 @@ def refuse_gated_delta_rule(
     return too_wide(max(k.shape[-1], v.shape[-1]), MAX_WIDTH, "heads")
 
 
-def refuse_recurrent_state(recurrent_state: Tensor, **_: object) -> Refusal | None:
+def refuse_recurrent_state(recurrent_state: Tensor) -> Refusal | None:
     return strided(recurrent_state=recurrent_state)
 
 
@@ -128,14 +122,7 @@ refuse_gated_delta_rule_update = first_refusal(
     "triton", refuses=refuse_gated_delta_rule, tuned_for=DELTA_CHUNKS.archs
 )
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    *,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float
 ) -> Tensor:
     if not v.numel():
         return v.new_empty(v.shape)
@@ -158,7 +145,6 @@ def gated_delta_rule_update(
     query_start: Tensor,
     seq_lens: Tensor,
     state_slots: Tensor,
-    *,
     scale: float,
 ) -> Tensor:
     if not v.numel():

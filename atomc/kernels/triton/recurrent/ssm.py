@@ -194,7 +194,6 @@ def refuse_ssm_scan_update(
     query_start: Tensor,
     seq_lens: Tensor,
     state_slots: Tensor,
-    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, x=x, dt=dt, b=b, c=c, a_log=a_log, d=d, dt_bias=dt_bias)
@@ -225,7 +224,6 @@ def ssm_scan_update(
     query_start: Tensor,
     seq_lens: Tensor,
     state_slots: Tensor,
-    *,
     dt_min: float,
     dt_max: float | None,
 ) -> Tensor:

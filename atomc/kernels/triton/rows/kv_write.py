@@ -217,9 +217,8 @@ def refuse_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    **_: object,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> Refusal | None:
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     if reason := unfit(platform, k=k, v=v) or uncachable(
@@ -238,8 +237,8 @@ def kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> Tensor:
     if rows := num_rows(k):
         d1, heads = inner_sizes(k)

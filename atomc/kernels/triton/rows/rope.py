@@ -265,7 +265,7 @@ def empty_rows(
 
 
 def refuse_rope(
-    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
+    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str
 ) -> Refusal | None:
     if reason := (
         unfit(platform, x=x, cos=cos, sin=sin)
@@ -327,7 +327,7 @@ def _launch(
 
 
 @ops.rope.kernel("triton", refuses=refuse_rope, tuned_for=HEAD_ROWS.archs)
-def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox", in_fp32: bool = False) -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str, in_fp32: bool) -> Tensor:
     [out] = _launch(x, None, None, None, cos, sin, 0.0, "", style, in_fp32)
     return out
 
@@ -338,11 +338,10 @@ def refuse_qk_norm_rope(
     k: Tensor,
     cos: Tensor,
     sin: Tensor,
+    rope_style: str,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     norm_style: str = "after",
-    rope_style: str = "neox",
-    **_: object,
 ) -> Refusal | None:
     """Refuse q and k that cannot be rotated by these tables in one launch."""
     if reason := (
@@ -368,8 +367,8 @@ def qk_norm_rope(
     cos: Tensor,
     sin: Tensor,
     eps: float,
-    norm_style: str = "after",
-    rope_style: str = "neox",
+    norm_style: str,
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     q, k = _launch(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
     return q, k

@@ -142,9 +142,9 @@ def rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    rope_style: str = "neox",
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     return _launch_with_write(
         q, k, v, cos, sin, k_cache, v_cache, slots, k_scale, v_scale, rope_style
@@ -166,10 +166,10 @@ def qk_norm_rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    norm_style: str = "after",
-    rope_style: str = "neox",
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    norm_style: str,
+    rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     return _launch_with_write(
         q,

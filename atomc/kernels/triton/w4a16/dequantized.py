@@ -88,7 +88,7 @@ def dequantized(
     return out
 
 
-def refuse_int4_types(x: Tensor, bias: Tensor | None = None, **_: object) -> Refusal | None:
+def refuse_int4_types(x: Tensor, bias: Tensor | None) -> Refusal | None:
     return unlike(HALVES, x=x, bias=bias)
 
 
@@ -99,17 +99,14 @@ def linear_w4a16(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    zeros: Tensor | None,
+    bias: Tensor | None,
     group: int,
 ) -> Tensor:
     return F.linear(x, dequantized(weight, weight_scale, zeros, group, x.dtype), bias)
 
 
-def refuse_mxfp4_types(
-    x: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype, **_: object
-) -> Refusal | None:
+def refuse_mxfp4_types(x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Refusal | None:
     return (
         unlike((torch.bfloat16, torch.uint8), x=x)  # uint8: packed e2m1
         or wrong_result((torch.bfloat16,), out_dtype)
@@ -122,9 +119,8 @@ def linear_mxfp4(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     if x_scale is not None:
@@ -132,17 +128,13 @@ def linear_mxfp4(
     return F.linear(x, dequantized(code_words(weight), weight_scale, None, 32, out_dtype), bias)
 
 
-def refuse_nvfp4_types(x: Tensor, bias: Tensor | None = None, **_: object) -> Refusal | None:
+def refuse_nvfp4_types(x: Tensor, bias: Tensor | None) -> Refusal | None:
     return unlike(HALVES, x=x) or unlike((x.dtype,), bias=bias)
 
 
 @ops.linear_nvfp4.kernel("triton", tokens=MANY, refuses=first_refusal(unfit, refuse_nvfp4_types))
 def linear_nvfp4(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, weight_scale: Tensor, global_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
     words, scale = code_words(weight), weight_scale.view(torch.int8)
     scales = global_scale.contiguous()

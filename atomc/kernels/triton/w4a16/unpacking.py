@@ -95,18 +95,14 @@ def code_words(codes: Tensor) -> Tensor:
     return codes.contiguous().view(torch.int32)
 
 
-def other_group(group: int, **_: object) -> Refusal | None:
+def other_group(group: int) -> Refusal | None:
     if group in (32, 64, 128):
         return None
     return Refusal("shape", f"groups of {group}: written for 32, 64 and 128")
 
 
 def unfit(
-    platform: Platform,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    **_: object,
+    platform: Platform, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Refusal | None:
     """Refuse a weight that the kernels for 4-bit codes cannot read."""
     return (

@@ -284,7 +284,7 @@ def _number(x: Tensor) -> tl.dtype:
     return tl.bfloat16 if x.device.type == "cuda" else tl.float32
 
 
-def refuse_int4_types(x: Tensor, weight_scale: Tensor, **_: object) -> Refusal | None:
+def refuse_int4_types(x: Tensor, weight_scale: Tensor) -> Refusal | None:
     return unlike(FLOATS, x=x) or unlike(FLOATS, weight_scale=weight_scale)
 
 
@@ -297,18 +297,15 @@ def linear_w4a16(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    zeros: Tensor | None,
+    bias: Tensor | None,
     group: int,
 ) -> Tensor:
     tile = tile_for(LINEAR_W4A16, x, weight.shape[1] * 8)
     return multiply(x, weight, weight_scale, zeros, None, bias, group, x.dtype, tile)
 
 
-def refuse_mxfp4_types(
-    platform: Platform, x: Tensor, *, out_dtype: torch.dtype, **_: object
-) -> Refusal | None:
+def refuse_mxfp4_types(platform: Platform, x: Tensor, out_dtype: torch.dtype) -> Refusal | None:
     return (
         # Not float16, which cannot represent all scales. uint8: packed e2m1.
         unlike((torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8), x=x)
@@ -324,16 +321,15 @@ def linear_mxfp4(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     tile = tile_for(LINEAR_MXFP4, x, weight.shape[1] * 2)
     return multiply(x, code_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)
 
 
-def refuse_nvfp4_types(x: Tensor, **_: object) -> Refusal | None:
+def refuse_nvfp4_types(x: Tensor) -> Refusal | None:
     return unlike(FLOATS, x=x)
 
 
@@ -341,11 +337,7 @@ def refuse_nvfp4_types(x: Tensor, **_: object) -> Refusal | None:
     "triton", refuses=first_refusal(unfit, refuse_nvfp4_types), tuned_for=LINEAR_NVFP4.archs
 )
 def linear_nvfp4(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, weight_scale: Tensor, global_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
     tile = tile_for(LINEAR_NVFP4, x, weight.shape[1] * 2)
     words, scale = code_words(weight), weight_scale.view(torch.int8)

@@ -31,16 +31,14 @@ from atomc.ops.op import Refusal
 MAX_ROWS = 256
 
 
-def _no_strips(weight: Tensor, **_: object) -> Refusal | None:
+def _no_strips(weight: Tensor) -> Refusal | None:
     rows = weight.shape[0]
     if rows % STRIP.value == 0:
         return None
     return Refusal("shape", f"the weight has {rows} rows: written for multiples of {STRIP.value}")
 
 
-def refuse_int4_types(
-    x: Tensor, weight_scale: Tensor, bias: Tensor | None = None, **_: object
-) -> Refusal | None:
+def refuse_int4_types(x: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Refusal | None:
     return unlike(HALVES, x=x, weight_scale=weight_scale, bias=bias)
 
 
@@ -55,9 +53,8 @@ def linear_w4a16(
     x: Tensor,
     weight: tuple[Tensor],
     weight_scale: tuple[Tensor],
-    zeros: tuple[Tensor] | None = None,
-    bias: Tensor | None = None,
-    *,
+    zeros: tuple[Tensor] | None,
+    bias: Tensor | None,
     group: int,
 ) -> Tensor:
     stored = *weight, *weight_scale, zeros[0] if zeros else None
@@ -69,12 +66,7 @@ def linear_w4a16(
 
 
 def refuse_mxfp4_types(
-    x: Tensor,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    **_: object,
+    x: Tensor, x_scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Refusal | None:
     taken = (torch.bfloat16,)  # fp16 cannot represent all scales
     return (
@@ -91,13 +83,7 @@ def refuse_mxfp4_types(
     tuned_for=LINEAR_4_BITS.archs,
 )
 def linear_mxfp4(
-    x: Tensor,
-    weight: tuple[Tensor],
-    weight_scale: tuple[Tensor],
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
+    x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor], bias: Tensor | None
 ) -> Tensor:
     stored = *weight, *weight_scale, None
     if num_rows(x) <= MAX_ROWS:
