@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
+from atomc.kernels.moe.collectives import Pending
 from atomc.kernels.moe.dispatched import Dispatched, Sent
 from atomc.kernels.moe.placement import placement
 from atomc.kernels.moe.prepare_finalize import ExchangeOfRanks, Receiver
@@ -47,15 +48,8 @@ class AllToAll(ExchangeOfRanks):
             owner = placement(self.name, expert_map, self.ranks).owner
         self.owner = owner
 
-    def send(
-        self,
-        codes: Tensor,
-        scale: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        num_local_experts: int,
-    ) -> Receiver:
-        wanted = self._wanted(ids)
+    def send(self, tokens: Dispatched, num_local_experts: int) -> Receiver:
+        wanted = self._wanted(tokens.ids)
         counts = wanted.sum(0)
         sizes = torch.stack((counts, self.ranks.all_to_all(counts)())).tolist()
         sent, received = sizes
@@ -64,10 +58,11 @@ class AllToAll(ExchangeOfRanks):
         order = wanted.t().flatten().cumsum(0).view(self.ranks.size, -1).t() - 1
         record = _Rows(order.masked_fill(~wanted, -1), sent, received)
 
-        pending = [
-            self.ranks.all_to_all(rows[token], received, sent) for rows in (codes, ids, weights)
-        ]
-        scales = None if scale is None else self.ranks.all_to_all(scale[token], received, sent)
+        def exchange(rows: Tensor) -> Pending:
+            return self.ranks.all_to_all(rows[token], received, sent)
+
+        pending = [exchange(rows) for rows in (tokens.x, tokens.ids, tokens.weights)]
+        scales = None if tokens.x_scale is None else exchange(tokens.x_scale)
 
         def receive() -> Dispatched:
             x, ids, weights = (wait() for wait in pending)

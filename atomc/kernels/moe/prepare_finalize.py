@@ -55,19 +55,12 @@ class PrepareFinalize(ABC):
         ids, weights  [T, k]
         """
         codes, scale = scheme.quantize(x) if x_scale is None else (x, x_scale)
-        return self.send(codes, scale, ids, weights, num_local_experts)
+        return self.send(Dispatched(codes, scale, ids, weights), num_local_experts)
 
     @abstractmethod
-    def send(
-        self,
-        codes: Tensor,
-        scale: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        num_local_experts: int,
-    ) -> Receiver:
-        """prepare_no_receive of what the scheme made of x: codes [T, H] and scales [T, S], or x and
-        None.
+    def send(self, tokens: Dispatched, num_local_experts: int) -> Receiver:
+        """prepare_no_receive of the tokens of this rank as the scheme made them: codes [T, H] and
+        scales [T, S], or x and None.
         """
 
     def prepare(

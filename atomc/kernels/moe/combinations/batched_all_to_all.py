@@ -57,23 +57,16 @@ class BatchedAllToAll(ExchangeOfRanks):
         # Where an expert is if experts are sorted by rank, as the batch that is sent has them.
         self.position = placed.owner * placed.held[0] + placed.row
 
-    def send(
-        self,
-        codes: Tensor,
-        scale: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        num_local_experts: int,
-    ) -> Receiver:
+    def send(self, tokens: Dispatched, num_local_experts: int) -> Receiver:
         experts, capacity = len(self.position), self.max_tokens_per_rank
-        slots, counts = slots_of(local_ids(ids, self.position, experts), experts, capacity)
+        slots, counts = slots_of(local_ids(tokens.ids, self.position, experts), experts, capacity)
 
         def exchange(rows: Tensor) -> Pending:
             return self.ranks.all_to_all(batch_rows(rows, slots, experts, capacity))
 
         received_counts = self.ranks.all_to_all(counts)
-        received = exchange(codes)
-        received_scales = None if scale is None else exchange(scale)
+        received = exchange(tokens.x)
+        received_scales = None if tokens.x_scale is None else exchange(tokens.x_scale)
 
         def receive() -> Dispatched:
             by_rank = received_counts().view(self.ranks.size, -1)  # [ranks, L]
@@ -85,8 +78,8 @@ class BatchedAllToAll(ExchangeOfRanks):
                 None
                 if received_scales is None
                 else _reordered(self._by_expert(received_scales()), order),
-                ids,
-                weights,
+                tokens.ids,
+                tokens.weights,
                 by_rank.sum(0, dtype=torch.int32),
                 _Batch(slots, order),
             )

@@ -30,20 +30,15 @@ class BatchedReference(PrepareFinalize):
         super().__init__(expert_map)
         self.max_tokens_per_rank = max_tokens_per_rank
 
-    def send(
-        self,
-        codes: Tensor,
-        scale: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        num_local_experts: int,
-    ) -> Receiver:
-        capacity = len(codes) if self.max_tokens_per_rank is None else self.max_tokens_per_rank
-        local = local_ids(ids, self.expert_map, num_local_experts)
+    def send(self, tokens: Dispatched, num_local_experts: int) -> Receiver:
+        capacity = tokens.rows if self.max_tokens_per_rank is None else self.max_tokens_per_rank
+        local = local_ids(tokens.ids, self.expert_map, num_local_experts)
         slots, counts = slots_of(local, num_local_experts, capacity)
-        batch = batch_rows(codes, slots, num_local_experts, capacity)
-        scales = None if scale is None else batch_rows(scale, slots, num_local_experts, capacity)
-        dispatched = Dispatched(batch, scales, ids, weights, counts, _Slots(slots))
+        batch = batch_rows(tokens.x, slots, num_local_experts, capacity)
+        scales = tokens.x_scale
+        if scales is not None:
+            scales = batch_rows(scales, slots, num_local_experts, capacity)
+        dispatched = Dispatched(batch, scales, tokens.ids, tokens.weights, counts, _Slots(slots))
         return lambda: dispatched
 
     def finalize(

@@ -66,21 +66,14 @@ class Mori(PrepareFinalize):
         self._operators: dict[tuple[object, ...], Any] = {}
         _connect(self.ranks.group_name)
 
-    def send(
-        self,
-        codes: Tensor,
-        scale: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        num_local_experts: int,
-    ) -> Receiver:
-        slots = local_ids(ids, self.slot, num_local_experts)
+    def send(self, tokens: Dispatched, num_local_experts: int) -> Receiver:
+        slots = local_ids(tokens.ids, self.slot, num_local_experts)
         slots = slots.masked_fill(slots < 0, self.no_expert).int()
-        operator = self._operator(codes, scale, ids.shape[1])
+        operator = self._operator(tokens.x, tokens.x_scale, tokens.ids.shape[1])
         rows, row_weights, row_scale, row_slots, used = operator.dispatch(
-            codes.contiguous(),
-            weights.float().contiguous(),
-            None if scale is None else scale.contiguous(),
+            tokens.x.contiguous(),
+            tokens.weights.float().contiguous(),
+            None if tokens.x_scale is None else tokens.x_scale.contiguous(),
             slots,
         )
 
@@ -91,7 +84,7 @@ class Mori(PrepareFinalize):
                 row_scale,
                 row_slots.masked_fill(unused, -1),
                 row_weights,
-                sent=_Tokens(operator, slots, len(codes)),
+                sent=_Tokens(operator, slots, tokens.rows),
             )
 
         return receive

@@ -29,28 +29,21 @@ class Naive(ExchangeOfRanks):
     name = "naive"
     topk_indices_dtype = torch.int32  # all ranks send the same
 
-    def send(
-        self,
-        codes: Tensor,
-        scale: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        num_local_experts: int,
-    ) -> Receiver:
-        missing = self._most(ids) - len(ids)
+    def send(self, tokens: Dispatched, num_local_experts: int) -> Receiver:
+        missing = self._most(tokens.ids) - tokens.rows
 
         def gather(rows: Tensor, fill: int = 0) -> Pending:
             raw = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
             padded = F.pad(raw, (0, 0, 0, missing), value=fill)
             return self.ranks.all_gather(padded.view(rows.dtype))
 
-        sent = gather(codes), gather(ids, -1), gather(weights)
-        scales = None if scale is None else gather(scale)
+        sent = gather(tokens.x), gather(tokens.ids, -1), gather(tokens.weights)
+        scales = None if tokens.x_scale is None else gather(tokens.x_scale)
 
         def receive() -> Dispatched:
             x, ids, weights = (pending() for pending in sent)
             x_scale = None if scales is None else scales()
-            return Dispatched(x, x_scale, ids, weights, sent=_Tokens(len(codes)))
+            return Dispatched(x, x_scale, ids, weights, sent=_Tokens(tokens.rows))
 
         return receive
 

@@ -1,7 +1,5 @@
 """No expert parallelism: tokens stay where they are."""
 
-from torch import Tensor
-
 from atomc.kernels.moe.dispatched import Dispatched
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
 
@@ -11,13 +9,5 @@ class NoEP(PrepareFinalize):
 
     name = "no_ep"
 
-    def send(
-        self,
-        codes: Tensor,
-        scale: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        num_local_experts: int,
-    ) -> Receiver:
-        dispatched = Dispatched(codes, scale, ids, weights)
-        return lambda: dispatched
+    def send(self, tokens: Dispatched, num_local_experts: int) -> Receiver:
+        return lambda: tokens
