@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import too_wide, unlike
+from atomc.kernels.checks import first_refusal, named, too_wide, unlike
 from atomc.kernels.fla.library import function, unfit
 from atomc.ops.formats import FLOATS, HALVES
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 RECURRENT, CHUNKS = "fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule"
 # A sequence of at most so many tokens does not fill a chunk, as in our kernels. Not measured.
@@ -33,17 +31,14 @@ STEPS = 8
 MAX_KEY = 256
 
 
-def refuse_gated_delta_rule(
-    platform: Platform, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-) -> Refusal | None:
-    """Of fp32, chunks are multiplied in tf32."""
-    return (
-        unfit(platform, RECURRENT, CHUNKS)
-        or unlike(HALVES, q=q, k=k, v=v)
-        or unlike((torch.float32,), g=g)
-        or unlike(FLOATS, beta=beta)
-        or too_wide(k.shape[-1], MAX_KEY, "keys")
-    )
+# Of fp32, chunks are multiplied in tf32.
+refuse_gated_delta_rule = first_refusal(
+    lambda platform: unfit(platform, RECURRENT, CHUNKS),
+    named("q k v", unlike, HALVES),
+    named("g", unlike, (torch.float32,)),
+    named("beta", unlike, FLOATS),
+    lambda k: too_wide(k.shape[-1], MAX_KEY, "keys"),
+)
 
 
 def _batch(x: Tensor, dims: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from atomc import ops
-from atomc.kernels.checks import unlike
+from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.kernels.invariant.adapter import adapted, several
 from atomc.kernels.row_views import as_rows, with_lead
 from atomc.kernels.triton.launch.launch import rows_of, unfit
@@ -68,28 +68,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _product(x, weight, bias, x.dtype)
 
 
-def refuse_linear_fp32(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
-    return unfit(platform, x=x, weight=weight) or unlike(HALVES, x=x, weight=weight)
-
-
-@ops.linear_fp32.kernel("invariant", refuses=refuse_linear_fp32)
+@ops.linear_fp32.kernel(
+    "invariant",
+    refuses=first_refusal(named("platform x weight", unfit), named("x weight", unlike, HALVES)),
+)
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     return _product(x, weight, None, torch.float32)
 
 
-def refuse_lora_linear(
-    platform: Platform,
-    y: Tensor,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    rows: Tensor | None,
-    widths: list[int] | None,
-) -> Refusal | None:
-    return unfit(platform, y=y, x=x, a=a) or unlike(FLOATS, a=a, b=b) or several(a, rows, widths)
-
-
-@ops.lora_linear.kernel("invariant", refuses=refuse_lora_linear)
+@ops.lora_linear.kernel(
+    "invariant",
+    refuses=first_refusal(named("platform y x a", unfit), named("a b", unlike, FLOATS), several),
+)
 def lora_linear(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return adapted(linear, y, x, a, b, scale)
 

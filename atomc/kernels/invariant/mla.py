@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import unlike
+from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.kernels.invariant.linear import multiply
 from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.triton.attention.attention_tiles import has_room
@@ -14,8 +14,6 @@ from atomc.kernels.triton.latent import mla_attention as varying
 from atomc.kernels.triton.launch.launch import unfit
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
 from atomc.ops.formats import FLOATS
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 ROWS = 32  # of a tile: so many heads, for one or more tokens
 
@@ -62,11 +60,10 @@ def _tiling(q: Tensor) -> varying.LatentTiling:
     return varying.LatentTiling(rows, keys, of_tile, 1, tile.warps, stages, False)
 
 
-def refuse_linear_by_head(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
-    return unfit(platform, x=x) or unlike(FLOATS, x=x, weight=weight)
-
-
-@ops.linear_by_head.kernel("invariant", refuses=refuse_linear_by_head)
+@ops.linear_by_head.kernel(
+    "invariant",
+    refuses=first_refusal(named("platform x", unfit), named("x weight", unlike, FLOATS)),
+)
 def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
     rows, (heads, n, _) = as_heads(x), weight.shape
     out = x.new_empty((rows.shape[0], heads, n))

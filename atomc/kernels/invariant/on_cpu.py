@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import not_a_cpu, refuse_gpus
+from atomc.kernels.checks import first_refusal, not_a_cpu, refuse_gpus
 from atomc.kernels.invariant.adapter import adapted, several
 from atomc.kernels.row_views import as_heads, as_rows, with_lead
 from atomc.kernels.torch.mla_attention import gathered_latents
@@ -19,8 +19,6 @@ from atomc.kernels.torch.sequence import attend, gathered, refuse_scaled_cache
 from atomc.kernels.torch.varlen_attention import varlen_attention as by_sequence
 from atomc.ops.attention import loaded_values
 from atomc.ops.experts import Gate, sequential_experts
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 # A product of this number of rows costs little more than one row: reading the weight dominates.
 TILE = 8
@@ -45,13 +43,7 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x.to(torch.float32), weight.to(torch.float32))
 
 
-def refuse_lora_linear(
-    platform: Platform, a: Tensor, rows: Tensor | None, widths: list[int] | None
-) -> Refusal | None:
-    return not_a_cpu(platform) or several(a, rows, widths)
-
-
-@ops.lora_linear.kernel("invariant", refuses=refuse_lora_linear)
+@ops.lora_linear.kernel("invariant", refuses=first_refusal(not_a_cpu, several))
 def lora_linear(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return adapted(linear, y, x, a, b, scale)
 

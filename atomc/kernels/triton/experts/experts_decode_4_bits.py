@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
+from atomc.kernels.checks import first_refusal, named, unlike, unsupported, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered
 from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.experts_decode import (
@@ -25,26 +25,23 @@ from atomc.kernels.triton.launch.tiles import EXPERTS_FEW_4_BITS
 from atomc.kernels.triton.w4a16.unpacking import code_words, other_group
 from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
-from atomc.ops.op import Refusal
 
 ARCHS = EXPERTS_FEW_4_BITS.archs
-
-
-def refuse_int4_types(
-    x: Tensor, w13_scale: Tensor, w2_scale: Tensor, b13: Tensor | None, b2: Tensor | None
-) -> Refusal | None:
-    return (
-        unlike(FLOATS, x=x)
-        or unlike(FLOATS, w13_scale=w13_scale, w2_scale=w2_scale)
-        or unlike(FLOATS, b13=b13, b2=b2)
-    )
 
 
 @ops.moe_experts_w4a16.kernel(
     "triton",
     tokens=FEW,
     limit=up_to_half,
-    refuses=first_refusal(refuse_more_tokens, unfit, refuse_int4_types, other_group, scattered),
+    refuses=first_refusal(
+        refuse_more_tokens,
+        unfit,
+        named("x", unlike, FLOATS),
+        named("w13_scale w2_scale", unlike, FLOATS),
+        named("b13 b2", unlike, FLOATS),
+        other_group,
+        scattered,
+    ),
     tuned_for=ARCHS,
 )
 def moe_experts_w4a16(
@@ -75,22 +72,19 @@ def moe_experts_w4a16(
     )
 
 
-def refuse_mxfp4_types(
-    x: Tensor, b13: Tensor | None, b2: Tensor | None, x_scale: Tensor | None, out_dtype: torch.dtype
-) -> Refusal | None:
-    return (
-        unsupported("the kernel for few tokens", x_scale=x_scale)
-        or unlike(FLOATS, x=x)
-        or unlike(FLOATS, b13=b13, b2=b2)
-        or wrong_result(FLOATS, out_dtype)
-    )
-
-
 @ops.moe_experts_mxfp4.kernel(
     "triton",
     tokens=FEW,
     limit=up_to_all,
-    refuses=first_refusal(refuse_more_tokens, unfit, refuse_mxfp4_types, scattered),
+    refuses=first_refusal(
+        refuse_more_tokens,
+        unfit,
+        named("x_scale", unsupported, "the kernel for few tokens"),
+        named("x", unlike, FLOATS),
+        named("b13 b2", unlike, FLOATS),
+        named("out_dtype", wrong_result, FLOATS),
+        scattered,
+    ),
     tuned_for=ARCHS,
 )
 def moe_experts_mxfp4(

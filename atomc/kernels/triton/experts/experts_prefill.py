@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import first_refusal, unlike
+from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
 from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
@@ -20,7 +20,6 @@ from atomc.kernels.triton.launch.tile_table import Launch, TileTable
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS
 from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
-from atomc.ops.op import Refusal
 
 # On CUDA cores; operands are twice as large.
 FP32_TILE = dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=32, TALL=1, num_warps=4, num_stages=2)
@@ -64,11 +63,7 @@ def sum_of_experts(
     return weighted_sum(products, ids, weights, experts)
 
 
-def refuse_types(x: Tensor, w13: Tensor, w2: Tensor) -> Refusal | None:
-    return unlike(FLOATS, x=x, w13=w13, w2=w2)
-
-
-refuse_moe_experts = first_refusal(unfit, refuse_types, unreadable)
+refuse_moe_experts = first_refusal(unfit, named("x w13 w2", unlike, FLOATS), unreadable)
 
 
 @ops.moe_experts.kernel("triton", refuses=refuse_moe_experts, tuned_for=MOE_EXPERTS.archs)

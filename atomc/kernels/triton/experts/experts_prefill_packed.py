@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from atomc import ops
-from atomc.kernels.checks import first_refusal, unlike, wrong_result
+from atomc.kernels.checks import first_refusal, named, unlike, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
 from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import sort_by_expert
@@ -146,16 +146,14 @@ def _sum_of_experts(
     return weighted_sum(products, ids, weights, experts)
 
 
-def refuse_int4_types(x: Tensor, w13_scale: Tensor, w2_scale: Tensor) -> Refusal | None:
-    return (
-        unlike(FLOATS, x=x)
-        or unlike(FLOATS, w13_scale=w13_scale)
-        or unlike(FLOATS, w2_scale=w2_scale)
-    )
-
-
 refuse_moe_experts_w4a16 = first_refusal(
-    unfit, refuse_int4_types, other_group, unreadable, scattered
+    unfit,
+    named("x", unlike, FLOATS),
+    named("w13_scale", unlike, FLOATS),
+    named("w2_scale", unlike, FLOATS),
+    other_group,
+    unreadable,
+    scattered,
 )
 
 

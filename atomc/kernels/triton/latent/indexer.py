@@ -16,7 +16,14 @@ from torch import Tensor
 from triton.language import constexpr
 
 from atomc import ops
-from atomc.kernels.checks import no_bf16_products, scattered_slots, too_wide, unlike
+from atomc.kernels.checks import (
+    first_refusal,
+    named,
+    no_bf16_products,
+    scattered_slots,
+    too_wide,
+    unlike,
+)
 from atomc.kernels.triton.attention.attention import odd_sequences, offset_type
 from atomc.kernels.triton.attention.attention_tiles import multiprocessors
 from atomc.kernels.triton.latent.mla_chosen import sequence_of_row
@@ -204,22 +211,23 @@ def _scales(index_cache: Tensor) -> Tensor | None:
     return index_cache.view(torch.float32)[..., -1]
 
 
-def refuse_index_write(
-    platform: Platform, k: Tensor, index_cache: Tensor, slots: Tensor
-) -> Refusal | None:
-    return (
-        unfit(platform, k=k)
-        or uncachable(platform, {}, index_cache=index_cache)
-        or too_wide(k.shape[-1], MAX_WIDTH, "keys")
-        or scattered_slots(slots)
-        or _scattered(index_cache)
-    )
+def _unreadable(platform: Platform, index_cache: Tensor) -> Refusal | None:
+    return uncachable(platform, {}, index_cache=index_cache)
 
 
 def _scattered(index_cache: Tensor) -> Refusal | None:
     if index_cache.is_contiguous():
         return None
     return Refusal("layout", "the cache is not contiguous")
+
+
+refuse_index_write = first_refusal(
+    named("platform k", unfit),
+    _unreadable,
+    lambda k: too_wide(k.shape[-1], MAX_WIDTH, "keys"),
+    scattered_slots,
+    _scattered,
+)
 
 
 @ops.index_write.kernel("triton", layout="paged", refuses=refuse_index_write)
@@ -244,25 +252,18 @@ def index_write(k: Tensor, index_cache: Tensor, slots: Tensor) -> Tensor:
     return k.new_empty((0,))
 
 
-def refuse_paged_index_topk(
-    platform: Platform,
-    q: Tensor,
-    weights: Tensor,
-    index_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-) -> Refusal | None:
-    return (
-        unfit(platform, q=q, weights=weights)
-        or uncachable(platform, {}, index_cache=index_cache)
-        or no_bf16_products(platform, q.dtype)
-        or unlike((q.dtype, *FP8), index_cache=index_cache)
-        or odd_sequences(query_start, seq_lens, block_tables, 1.0)
-        or too_wide(q.shape[-2], MAX_HEADS, "heads")
-        or too_wide(q.shape[-1], MAX_WIDTH, "keys")
-        or _scattered(index_cache)
-    )
+refuse_paged_index_topk = first_refusal(
+    named("platform q weights", unfit),
+    _unreadable,
+    lambda platform, q: no_bf16_products(platform, q.dtype),
+    lambda q, index_cache: unlike((q.dtype, *FP8), index_cache=index_cache),
+    lambda query_start, seq_lens, block_tables: odd_sequences(
+        query_start, seq_lens, block_tables, 1.0
+    ),
+    lambda q: too_wide(q.shape[-2], MAX_HEADS, "heads"),
+    lambda q: too_wide(q.shape[-1], MAX_WIDTH, "keys"),
+    _scattered,
+)
 
 
 @ops.paged_index_topk.kernel("triton", layout="paged", refuses=refuse_paged_index_topk)

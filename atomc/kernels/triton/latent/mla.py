@@ -13,6 +13,7 @@ from triton.language import constexpr
 from atomc import ops
 from atomc.kernels.checks import (
     first_refusal,
+    named,
     scattered_blocks,
     scattered_slots,
     too_wide,
@@ -191,22 +192,14 @@ def _mla_rope_kv_write(
         )
 
 
-def refuse_mla_kv_write(
-    platform: Platform,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None,
-) -> Refusal | None:
-    return (
-        unfit(platform, kv_c=kv_c, k_pe=k_pe)
-        or uncachable(platform, {"scale": scale}, kv_cache=kv_cache)
-        or wrong_rank((2, 3), kv_c=kv_c)
-        or too_wide(kv_c.shape[-1], MAX_WIDTH, "a latent")
-        or scattered_slots(slots)
-        or scattered_blocks(kv_cache)
-    )
+refuse_mla_kv_write = first_refusal(
+    named("platform kv_c k_pe", unfit),
+    lambda platform, kv_cache, scale: uncachable(platform, {"scale": scale}, kv_cache=kv_cache),
+    named("kv_c", wrong_rank, (2, 3)),
+    lambda kv_c: too_wide(kv_c.shape[-1], MAX_WIDTH, "a latent"),
+    scattered_slots,
+    lambda kv_cache: scattered_blocks(kv_cache),
+)
 
 
 @ops.mla_kv_write.kernel(

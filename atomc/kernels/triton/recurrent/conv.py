@@ -16,7 +16,7 @@ from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import first_refusal, strided, unknown
+from atomc.kernels.checks import first_refusal, named, strided, unknown
 from atomc.kernels.triton.attention.sequences import tokens_of
 from atomc.kernels.triton.launch.launch import begin, indexed, overlap, unfit
 from atomc.kernels.triton.launch.tiles import CONV
@@ -107,10 +107,6 @@ def refuse_causal_conv1d(
     return None
 
 
-def refuse_conv_state(conv_state: Tensor) -> Refusal | None:
-    return strided(conv_state=conv_state)
-
-
 def refuse_step(query_start: Tensor, seq_lens: Tensor, state_slots: Tensor) -> Refusal | None:
     """Refuse descriptions of sequences that the kernels of state per sequence cannot read."""
     expected = (
@@ -124,7 +120,9 @@ def refuse_step(query_start: Tensor, seq_lens: Tensor, state_slots: Tensor) -> R
     return None
 
 
-refuse_causal_conv1d_update = first_refusal(refuse_causal_conv1d, refuse_conv_state, refuse_step)
+refuse_causal_conv1d_update = first_refusal(
+    refuse_causal_conv1d, named("conv_state", strided), refuse_step
+)
 
 
 def equal_sequences(count: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from atomc import ops
-from atomc.kernels.checks import first_refusal, too_wide
+from atomc.kernels.checks import first_refusal, named, strided, too_wide
 from atomc.kernels.triton.launch.launch import begin, dot_size, indexed, item, overlap
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import DELTA_DECODE
@@ -32,10 +32,9 @@ from atomc.kernels.triton.recurrent.delta_gates import (
 )
 from atomc.kernels.triton.recurrent.delta_rule import (
     gated_delta_rule_update,
-    refuse_recurrent_state,
 )
 from atomc.ops.conv_delta_rule import split_channels
-from atomc.ops.op import Refusal, Shared
+from atomc.ops.op import Shared
 
 # Of all sequences. H200, us, in one / one by one without the gates, 32 heads of 128: 1 sequence 5.4
 # / 5.6, 8 sequences 15.4 / 13.7, 64 sequences 103.6 / 77.8. (`DELTA_DECODE.command`)
@@ -187,12 +186,11 @@ def _key_heads(x: Tensor, recurrent_state: Tensor) -> tuple[int]:
     return ((x.shape[-1] - heads * width) // (2 * key_width),)
 
 
-def refuse_wide_state(recurrent_state: Tensor) -> Refusal | None:
-    return too_wide(max(recurrent_state.shape[-2:]), MAX_WIDTH, "heads")
-
-
 refuse_conv_gated_delta_rule_update = first_refusal(
-    refuse_causal_conv1d_update, refuse_delta_gates, refuse_recurrent_state, refuse_wide_state
+    refuse_causal_conv1d_update,
+    refuse_delta_gates,
+    named("recurrent_state", strided),
+    lambda recurrent_state: too_wide(max(recurrent_state.shape[-2:]), MAX_WIDTH, "heads"),
 )
 
 

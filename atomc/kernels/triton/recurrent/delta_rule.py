@@ -16,7 +16,7 @@ from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import first_refusal, strided, too_wide
+from atomc.kernels.checks import first_refusal, named, strided, too_wide
 from atomc.kernels.triton.launch.launch import begin, item, overlap, unfit
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import DELTA_CHUNKS, DELTA_STEP
@@ -109,12 +109,8 @@ def refuse_gated_delta_rule(
     return too_wide(max(k.shape[-1], v.shape[-1]), MAX_WIDTH, "heads")
 
 
-def refuse_recurrent_state(recurrent_state: Tensor) -> Refusal | None:
-    return strided(recurrent_state=recurrent_state)
-
-
 refuse_gated_delta_rule_update = first_refusal(
-    refuse_gated_delta_rule, refuse_recurrent_state, refuse_step
+    refuse_gated_delta_rule, named("recurrent_state", strided), refuse_step
 )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from atomc import ops
-from atomc.kernels.checks import gapped, no_bf16_products, too_wide, unlike
+from atomc.kernels.checks import first_refusal, gapped, named, no_bf16_products, too_wide, unlike
 from atomc.kernels.triton.launch.launch import (
     begin,
     dot_size,
@@ -29,8 +29,6 @@ from atomc.kernels.triton.launch.launch import (
 )
 from atomc.kernels.triton.rows.activation import softplus
 from atomc.ops.formats import FLOATS
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 MAX_STATE = 256
 # Not measured: rows of a sequence that are walked, numbers of the state in a program that walks,
@@ -181,34 +179,15 @@ def _chunks(
         tl.store(at, state, inside)
 
 
-def refuse_ssm_scan_update(
-    platform: Platform,
-    x: Tensor,
-    dt: Tensor,
-    a_log: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor,
-    dt_bias: Tensor,
-    recurrent_state: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    state_slots: Tensor,
-) -> Refusal | None:
-    return (
-        unfit(platform, x=x, dt=dt, b=b, c=c, a_log=a_log, d=d, dt_bias=dt_bias)
-        or no_bf16_products(platform, x.dtype)
-        or unlike(FLOATS, x=x, b=b, c=c)
-        or unlike((torch.float32,), recurrent_state=recurrent_state)
-        or unlike((torch.int32,), query_start=query_start, seq_lens=seq_lens)
-        or too_wide(b.shape[-1], MAX_STATE, "states")
-        or gapped(
-            recurrent_state=recurrent_state,
-            query_start=query_start,
-            seq_lens=seq_lens,
-            state_slots=state_slots,
-        )
-    )
+refuse_ssm_scan_update = first_refusal(
+    named("platform x dt b c a_log d dt_bias", unfit),
+    lambda platform, x: no_bf16_products(platform, x.dtype),
+    named("x b c", unlike, FLOATS),
+    named("recurrent_state", unlike, (torch.float32,)),
+    named("query_start seq_lens", unlike, (torch.int32,)),
+    lambda b: too_wide(b.shape[-1], MAX_STATE, "states"),
+    named("recurrent_state query_start seq_lens state_slots", gapped),
+)
 
 
 @ops.ssm_scan_update.kernel("triton", refuses=refuse_ssm_scan_update)

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from atomc import ops
-from atomc.kernels.checks import first_refusal, unlike_shapes
+from atomc.kernels.checks import first_refusal, named, unlike_shapes
 from atomc.kernels.triton.launch.launch import (
     begin,
     inner_sizes,
@@ -22,8 +22,6 @@ from atomc.kernels.triton.launch.launch import (
 from atomc.kernels.triton.launch.tile_table import RowTile
 from atomc.kernels.triton.launch.tiles import NORM_GATED
 from atomc.kernels.triton.rows.norm import normed, refuse_rms_norm
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -54,11 +52,9 @@ def _rms_norm_gated(
     store_rows(out, row, column, sizes, y * (gate * tl.sigmoid(gate)), inside)
 
 
-def refuse_gate(platform: Platform, x: Tensor, gate: Tensor) -> Refusal | None:
-    return unfit(platform, gate=gate) or unlike_shapes(x, gate=gate)
-
-
-refuse_rms_norm_gated = first_refusal(refuse_rms_norm, refuse_gate)
+refuse_rms_norm_gated = first_refusal(
+    refuse_rms_norm, named("platform gate", unfit), named("x gate", unlike_shapes)
+)
 
 
 @ops.rms_norm_gated.kernel("triton", refuses=refuse_rms_norm_gated, tuned_for=NORM_GATED.archs)

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from atomc import ops
-from atomc.kernels.checks import first_refusal, unlike, wrong_result
+from atomc.kernels.checks import first_refusal, named, unlike, wrong_result
 from atomc.kernels.triton.w4a16.unpacking import (
     MAX_ROWS,
     code_words,
@@ -88,12 +88,10 @@ def dequantized(
     return out
 
 
-def refuse_int4_types(x: Tensor, bias: Tensor | None) -> Refusal | None:
-    return unlike(HALVES, x=x, bias=bias)
-
-
 @ops.linear_w4a16.kernel(
-    "triton", tokens=MANY, refuses=first_refusal(unfit, refuse_int4_types, other_group)
+    "triton",
+    tokens=MANY,
+    refuses=first_refusal(unfit, named("x bias", unlike, HALVES), other_group),
 )
 def linear_w4a16(
     x: Tensor,

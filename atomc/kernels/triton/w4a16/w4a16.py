@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from atomc import ops
-from atomc.kernels.checks import first_refusal, no_fp8_products, unlike, wrong_result
+from atomc.kernels.checks import first_refusal, named, no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
     int64_view,
@@ -284,13 +284,11 @@ def _number(x: Tensor) -> tl.dtype:
     return tl.bfloat16 if x.device.type == "cuda" else tl.float32
 
 
-def refuse_int4_types(x: Tensor, weight_scale: Tensor) -> Refusal | None:
-    return unlike(FLOATS, x=x) or unlike(FLOATS, weight_scale=weight_scale)
-
-
 @ops.linear_w4a16.kernel(
     "triton",
-    refuses=first_refusal(unfit, refuse_int4_types, other_group),
+    refuses=first_refusal(
+        unfit, named("x", unlike, FLOATS), named("weight_scale", unlike, FLOATS), other_group
+    ),
     tuned_for=LINEAR_W4A16.archs,
 )
 def linear_w4a16(
@@ -329,12 +327,10 @@ def linear_mxfp4(
     return multiply(x, code_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)
 
 
-def refuse_nvfp4_types(x: Tensor) -> Refusal | None:
-    return unlike(FLOATS, x=x)
-
-
 @ops.linear_nvfp4.kernel(
-    "triton", refuses=first_refusal(unfit, refuse_nvfp4_types), tuned_for=LINEAR_NVFP4.archs
+    "triton",
+    refuses=first_refusal(unfit, named("x", unlike, FLOATS)),
+    tuned_for=LINEAR_NVFP4.archs,
 )
 def linear_nvfp4(
     x: Tensor, weight: Tensor, weight_scale: Tensor, global_scale: Tensor, bias: Tensor | None

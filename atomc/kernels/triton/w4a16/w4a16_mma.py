@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
+from atomc.kernels.checks import first_refusal, named, unlike, unsupported, wrong_result
 from atomc.kernels.triton.launch.launch import num_rows
 from atomc.kernels.triton.launch.tiles import LINEAR_4_BITS
 from atomc.kernels.triton.w4a16 import strip_values, w4a16_mma_pair, w4a16_mma_rows
@@ -38,13 +38,11 @@ def _no_strips(weight: Tensor) -> Refusal | None:
     return Refusal("shape", f"the weight has {rows} rows: written for multiples of {STRIP.value}")
 
 
-def refuse_int4_types(x: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Refusal | None:
-    return unlike(HALVES, x=x, weight_scale=weight_scale, bias=bias)
-
-
 @ops.linear_w4a16.kernel(
     "triton",
-    refuses=first_refusal(unfit, refuse_int4_types, other_group, _no_strips),
+    refuses=first_refusal(
+        unfit, named("x weight_scale bias", unlike, HALVES), other_group, _no_strips
+    ),
     prepare={"weight": int4_fragments, "weight_scale": packed_groups, "zeros": packed_groups},
     attributes=("group",),
     tuned_for=LINEAR_4_BITS.archs,
