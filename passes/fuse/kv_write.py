@@ -17,27 +17,17 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.ops.formats import FP8
-from atomc.ops.op import OpFunction
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
 
+
 # `cache` are the arguments of a write after keys and values: both caches, slots, and both scales or
 # none.
-_rope_kv_write: OpFunction[..., tuple[Tensor, Tensor]] = ops.rope_kv_write
-_qk_norm_rope_kv_write: OpFunction[..., tuple[Tensor, Tensor]] = ops.qk_norm_rope_kv_write
-
-
 def _rope_pattern(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, style: str, **cache: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, rope_style: str, **cache: Tensor
 ) -> tuple[Tensor, Tensor]:
-    token = ops.kv_write(ops.rope(k, cos, sin, style), v, *cache.values())
-    return ops.rope(q, cos, sin, style), token
-
-
-def _rope_replacement(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, style: str, **cache: Tensor
-) -> tuple[Tensor, Tensor]:
-    return _rope_kv_write(q, k, v, cos, sin, *cache.values(), rope_style=style)
+    token = ops.kv_write(ops.rope(k, cos, sin, rope_style), v, *cache.values())
+    return ops.rope(q, cos, sin, rope_style), token
 
 
 def _norm_pattern(
@@ -57,34 +47,6 @@ def _norm_pattern(
     return q, ops.kv_write(k, v, *cache.values())
 
 
-def _norm_replacement(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    norm_style: str,
-    rope_style: str,
-    **cache: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return _qk_norm_rope_kv_write(
-        q,
-        k,
-        v,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        eps,
-        *cache.values(),
-        norm_style=norm_style,
-        rope_style=rope_style,
-    )
-
-
 def _example(fp8: bool) -> Example:
     cache = OneOf(*FP8) if fp8 else torch.bfloat16
     return {
@@ -101,7 +63,7 @@ def _example(fp8: bool) -> Example:
 
 
 def _rope_example(fp8: bool) -> Example:
-    return {**_example(fp8), "style": "neox"}
+    return {**_example(fp8), "rope_style": "neox"}
 
 
 def _norm_example(fp8: bool) -> Example:
@@ -128,7 +90,7 @@ _CASES = [
 ROPE_KV_WRITE = Rewrite(
     "rope_kv_write",
     _rope_pattern,
-    _rope_replacement,
+    ops.rope_kv_write,
     _rope_example,
     read_together=True,
     attrs=_attrs,
@@ -137,7 +99,7 @@ ROPE_KV_WRITE = Rewrite(
 QK_NORM_ROPE_KV_WRITE = Rewrite(
     "qk_norm_rope_kv_write",
     _norm_pattern,
-    _norm_replacement,
+    ops.qk_norm_rope_kv_write,
     _norm_example,
     attrs=_attrs,
     cases=_CASES,

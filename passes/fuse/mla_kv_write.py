@@ -12,14 +12,11 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.ops.formats import FP8
-from atomc.ops.op import OpFunction
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
 
+
 # `cache` are the arguments of the write after the keys: the cache, slots, and a scale or none.
-_mla_rope_kv_write: OpFunction[..., tuple[Tensor, Tensor]] = ops.mla_rope_kv_write
-
-
 def _pattern(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -32,21 +29,6 @@ def _pattern(
 ) -> tuple[Tensor, Tensor]:
     q = torch.cat((q_nope, ops.rope(q_pe, cos, sin, rope_style)), -1)
     return q, ops.mla_kv_write(kv_c, ops.rope(k_pe, cos, sin, rope_style), *cache.values())
-
-
-def _replacement(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rope_style: str,
-    **cache: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return _mla_rope_kv_write(
-        q_nope, q_pe, kv_c, k_pe, cos, sin, *cache.values(), rope_style=rope_style
-    )
 
 
 def example(scaled: bool) -> Example:
@@ -74,7 +56,7 @@ _WRITTEN = ("kv_c", "k_pe", "kv_cache", "slots")
 MLA_ROPE_KV_WRITE = Rewrite(
     "mla_rope_kv_write",
     _pattern,
-    _replacement,
+    ops.mla_rope_kv_write,
     example,
     attrs=_attrs,
     read_together=True,

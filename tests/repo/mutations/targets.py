@@ -217,7 +217,7 @@ passes/fuse/allreduce_norm.py | passes/test_collective_fusion.py
 passes/fuse/allreduce_norm_quant.py | passes/test_collective_fusion.py
 passes/fuse/conv_delta_rule.py | kernels/recurrent/test_conv_delta_rule.py
 passes/fuse/experts_ep.py | passes/chains/test_blockers.py -k 'moe_experts_ep' | _example
-passes/fuse/kv_write.py | passes/test_passes.py | _rope_replacement
+passes/fuse/kv_write.py | passes/test_passes.py | _norm_pattern _rope_pattern
 passes/fuse/norm_pair.py | passes/test_norm_pair.py
 passes/fuse/sums_behind_views.py | passes/test_collective_fusion.py | _can_move
 passes/lift.py | compiler/test_strides.py passes/test_lift_in_bf16.py passes/test_patch_embedding.py | _embedding _patch _rms_norm
