@@ -10,6 +10,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import (
+    first_refusal,
+    named,
     older_than,
     strided,
     unaligned_heads,
@@ -23,39 +25,26 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def refuse_attention(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    window: int,
-    softcap: float,
-) -> Refusal | None:
-    return (
-        older_than((8, 0), platform, "cuDNN's attention runs")
-        or unsupported(
-            "torch's interface to cuDNN's attention",
-            mask=mask,
-            sinks=sinks,
-            window=window,
-            softcap=softcap,
-        )
-        or unlike(HALVES, q=q, k=k, v=v)
-        or wrong_rank((3, 4), q=q)
-        or _unplanned(q, k, v)
-        or unaligned_heads(
-            q, v, 256 if platform.capability == (9, 0) else 128
-        )  # only Hopper supports heads of 256
-        or strided(q=q, k=k, v=v)
-    )
-
-
-def _unplanned(*tensors: Tensor) -> Refusal | None:
-    if all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
+def _unplanned(q: Tensor, k: Tensor, v: Tensor) -> Refusal | None:
+    if all(isinstance(size, int) for tensor in (q, k, v) for size in tensor.shape):
         return None
     return Refusal("shape", "cuDNN builds a plan per length, and the length is dynamic")
+
+
+def _wide_heads(platform: Platform, q: Tensor, v: Tensor) -> Refusal | None:
+    # Only Hopper supports heads of 256.
+    return unaligned_heads(q, v, 256 if platform.capability == (9, 0) else 128)
+
+
+refuse_attention = first_refusal(
+    lambda platform: older_than((8, 0), platform, "cuDNN's attention runs"),
+    named("mask sinks window softcap", unsupported, "torch's interface to cuDNN's attention"),
+    named("q k v", unlike, HALVES),
+    named("q", wrong_rank, (3, 4)),
+    _unplanned,
+    _wide_heads,
+    named("q k v", strided),
+)
 
 
 @ops.attention.kernel("cuda", refuses=refuse_attention)

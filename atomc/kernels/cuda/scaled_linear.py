@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import FP8_MULTIPLIED, older_than, unlike, wrong_result
+from atomc.kernels.checks import (
+    FP8_MULTIPLIED,
+    first_refusal,
+    named,
+    older_than,
+    unlike,
+    wrong_result,
+)
 from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
@@ -18,30 +25,6 @@ from atomc.platform import Platform
 FAST_ROWS = 256
 
 
-def refuse_scaled_linear_fp8(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
-    return (
-        older_than(FP8_MULTIPLIED, platform, "fp8 products of cuBLAS run")
-        or unlike((torch.float8_e4m3fn,), x=x, weight=weight)
-        or _odd_weight(weight)
-        or wrong_result(HALVES, out_dtype)  # sums of fp8 products are too inexact for fp32 results
-        or (
-            _scaled_by_row(platform, out_dtype)
-            if x_scale.dim() > 1 or weight_scale.dim() > 1
-            else None
-        )
-        or unlike((out_dtype,), bias=bias)
-        or _scattered(weight)
-    )
-
-
 def _odd_weight(weight: Tensor) -> Refusal | None:
     n, k = weight.shape
     return (
@@ -51,8 +34,11 @@ def _odd_weight(weight: Tensor) -> Refusal | None:
     )
 
 
-def _scaled_by_row(platform: Platform, out_dtype: torch.dtype) -> Refusal | None:
-    if out_dtype == torch.bfloat16 or platform.capability == (9, 0):
+def _scaled_by_row(
+    platform: Platform, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
+) -> Refusal | None:
+    of_all = x_scale.dim() <= 1 and weight_scale.dim() <= 1
+    if of_all or out_dtype == torch.bfloat16 or platform.capability == (9, 0):
         return None
     return Refusal(
         "dtype",
@@ -64,6 +50,17 @@ def _scattered(weight: Tensor) -> Refusal | None:
     if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
         return None
     return Refusal("layout", "the weight is not contiguous")
+
+
+refuse_scaled_linear_fp8 = first_refusal(
+    lambda platform: older_than(FP8_MULTIPLIED, platform, "fp8 products of cuBLAS run"),
+    named("x weight", unlike, (torch.float8_e4m3fn,)),
+    _odd_weight,
+    named("out_dtype", wrong_result, HALVES),  # sums of fp8 products are too inexact for fp32
+    _scaled_by_row,
+    lambda bias, out_dtype: unlike((out_dtype,), bias=bias),
+    _scattered,
+)
 
 
 @ops.scaled_linear_fp8.kernel("cuda", refuses=refuse_scaled_linear_fp8)
