@@ -7,6 +7,7 @@ per output, [N, ...], so that layers with one input can be concatenated.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,17 @@ from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
 
 _WITH_SCALE = ("weight", "weight_scale")
 _scaled_linear = partial(op, kind=Kind.LINEAR, rows="x", cost=product, shape=rows_of_product)
+
+
+class ScaledOperands(TypedDict):
+    """The arguments of scaled_linear_fp8 and scaled_linear_int8, which explain them."""
+
+    x: Tensor
+    weight: Tensor
+    x_scale: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    out_dtype: torch.dtype
 
 
 def _finish(total: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

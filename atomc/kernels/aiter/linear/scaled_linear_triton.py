@@ -1,5 +1,7 @@
 """Linear layers in 8 and 4 bits by AITER's Triton kernels, over weights as they lie."""
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from atomc.kernels.checks import first_refusal, named, unsupported, wrong_result
 from atomc.kernels.row_views import as_rows
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
+from atomc.ops.scaled_linear import ScaledOperands
 from atomc.platform import Platform
 
 triton_gemm_a8w8 = Function(
@@ -71,29 +74,15 @@ def _multiplied(
         installed(triton_gemm_a8w8), foreign_operands, _other_scales, _unmultiplied
     ),
 )
-def scaled_linear_fp8(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return _multiplied(x, weight, x_scale, weight_scale, bias, out_dtype)
+def scaled_linear_fp8(**operands: Unpack[ScaledOperands]) -> Tensor:
+    return _multiplied(**operands)
 
 
 @ops.scaled_linear_int8.kernel(
     "aiter", refuses=first_refusal(installed(triton_gemm_a8w8), _unmultiplied)
 )
-def scaled_linear_int8(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return _multiplied(x, weight, x_scale, weight_scale, bias, out_dtype)
+def scaled_linear_int8(**operands: Unpack[ScaledOperands]) -> Tensor:
+    return _multiplied(**operands)
 
 
 def _other_blocks(weight: Tensor, bias: Tensor | None, block: int) -> Refusal | None:

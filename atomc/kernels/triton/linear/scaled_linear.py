@@ -6,6 +6,8 @@ scales of blocks of columns multiply the sum of each block. M rows of x, N rows 
 columns, G blocks of columns.
 """
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,7 @@ from atomc.kernels.triton.launch.tiles import SCALED_LINEAR
 from atomc.kernels.triton.linear.linear import Scales, multiply_parts, store_product
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
+from atomc.ops.scaled_linear import ScaledOperands
 from atomc.platform import Platform
 
 MAX_ROWS = 16
@@ -214,40 +217,19 @@ FEW = ops.Tokens(1, MAX_ROWS)
 @ops.scaled_linear_fp8.kernel(
     "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
 )
-def scaled_linear_fp8(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)
+def scaled_linear_fp8(**operands: Unpack[ScaledOperands]) -> Tensor:
+    return multiply(**operands)
 
 
 @ops.scaled_linear_fp8_block.kernel(
     "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
 )
-def scaled_linear_fp8_block(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, blocks=True)
+def scaled_linear_fp8_block(**operands: Unpack[ScaledOperands]) -> Tensor:
+    return multiply(**operands, blocks=True)
 
 
 @ops.scaled_linear_int8.kernel(
     "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
 )
-def scaled_linear_int8(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)
+def scaled_linear_int8(**operands: Unpack[ScaledOperands]) -> Tensor:
+    return multiply(**operands)

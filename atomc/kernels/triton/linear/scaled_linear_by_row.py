@@ -2,7 +2,8 @@
 rows twice as fast with one scale for all of them as with a scale a row.
 """
 
-import torch
+from typing import Unpack
+
 from torch import Tensor
 
 from atomc import ops
@@ -12,6 +13,7 @@ from atomc.kernels.triton.launch.tiles import SCALED_LINEAR_TILES
 from atomc.kernels.triton.linear.scaled_linear import MAX_ROWS, refuse_scaled_linear
 from atomc.kernels.triton.linear.scaled_linear_tiles import multiply
 from atomc.ops.op import Refusal
+from atomc.ops.scaled_linear import ScaledOperands
 
 # H200, us with 64 rows, a scale a row: 4096 -> 4096 8.7, cuBLAS 15.4; 4096 -> 24576 28.0, 41.5;
 # 12288 -> 4096 18.7, 33.3. With 128 rows 10.2, 16.2; 38.9, 36.7; 23.0, 33.8.
@@ -30,12 +32,5 @@ def refuse_rows(x: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Refusal | N
     refuses=first_refusal(refuse_scaled_linear, refuse_rows),
     tuned_for=SCALED_LINEAR_TILES.archs,
 )
-def scaled_linear_fp8(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)
+def scaled_linear_fp8(**operands: Unpack[ScaledOperands]) -> Tensor:
+    return multiply(**operands)

@@ -5,6 +5,8 @@ accumulate fp8 products with 14 bits; here at most 128 products, before the sum 
 Letters as in scaled_linear.py.
 """
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ from atomc.kernels.triton.linear.scaled_linear import (
     row_arguments,
 )
 from atomc.ops.op import Refusal
+from atomc.ops.scaled_linear import ScaledOperands
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -105,40 +108,19 @@ def refuse_even_weight(weight: Tensor) -> Refusal | None:
     refuses=first_refusal(refuse_scaled_linear, refuse_even_weight),
     tuned_for=SCALED_LINEAR_TILES.archs,
 )
-def scaled_linear_fp8(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)
+def scaled_linear_fp8(**operands: Unpack[ScaledOperands]) -> Tensor:
+    return multiply(**operands)
 
 
 @ops.scaled_linear_fp8_block.kernel(
     "triton", refuses=refuse_scaled_linear, tuned_for=SCALED_LINEAR_BLOCK_TILES.archs
 )
-def scaled_linear_fp8_block(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, blocks=True)
+def scaled_linear_fp8_block(**operands: Unpack[ScaledOperands]) -> Tensor:
+    return multiply(**operands, blocks=True)
 
 
 @ops.scaled_linear_int8.kernel(
     "triton", refuses=refuse_scaled_linear, tuned_for=SCALED_LINEAR_TILES.archs
 )
-def scaled_linear_int8(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)
+def scaled_linear_int8(**operands: Unpack[ScaledOperands]) -> Tensor:
+    return multiply(**operands)
