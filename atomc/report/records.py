@@ -246,20 +246,7 @@ class Glue:
 
 
 # The record type of each list of a report.
-PARTS: dict[
-    str,
-    type[
-        Site
-        | KernelChoice
-        | Stage
-        | Miss
-        | OpCost
-        | FusionOpportunity
-        | QuantizedWeightSize
-        | MoeLayer
-        | Glue
-    ],
-] = {
+PARTS: dict[str, type] = {
     "sites": Site,
     "kernels": KernelChoice,
     "stages": Stage,
