@@ -1,5 +1,6 @@
 """Compiles and loads the Triton kernels of steps in parallel, while an engine starts."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from threading import Thread
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from atomc import kernels
+from atomc.cache.fingerprint import sources_in
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.execution.graphs import launched_shapes
+from atomc.runtime.execution.graphs import launched_shapes, shapes_for_later, step_shapes
+from atomc.runtime.execution.input_batch import StepShape
 from atomc.runtime.execution.output_processor import OutputProcessor
 from atomc.runtime.execution.runner import Runner
 from atomc.runtime.requests.sample_spec import SampleSpec
@@ -65,36 +68,40 @@ class StepKernels:
         """
         if runner.program.device.type != "cuda" or runner.program.syncing:
             return
-        from atomc.kernels.triton.launch.parallel_compile import compile_in_parallel
+        from atomc.kernels.triton.launch.parallel_compile import KernelList, compile_in_parallel
 
         if self._hashing is not None:
             self._hashing.join()
         helper, self._helper = self._helper, None
-        kernels_loaded = compile_in_parallel(
-            partial(self._launch_all, runner, outputs, max_num_seqs), worker=helper
-        )
-        self.kernels_loaded = (
-            kernels_loaded and torch.version.hip is None
-        )  # loading during a capture is not tested on HIP
+        at = runner.input_batch
+        sizes = (max_num_seqs, at.rows, at.columns, self.config.speculative_tokens)
+        rewinds = not all(spec.can_roll_back for spec in runner.program.specs)
+        shapes = launched_shapes(*sizes, rewinds=rewinds)
+        keys = [program.key for program in runner.programs.all]
+        sampling = sources_in("runtime/sampling")
+        listed = KernelList(f"{keys} {sampling} {shapes} {outputs is None}")
+        is_warm = None not in keys and listed.is_cached()
+        if is_warm:  # the other steps load their kernels when they are captured, or first run
+            later = shapes_for_later(step_shapes(*sizes, rewinds=rewinds))
+            shapes = [shape for shape in shapes if shape not in later]
+        folders = compile_in_parallel(partial(_launch_all, runner, outputs, shapes), worker=helper)
+        if folders and not is_warm:
+            listed.write(folders)
+        # Loading during a capture is not tested on HIP.
+        self.kernels_loaded = folders is not None and torch.version.hip is None
 
     def end(self) -> None:
         if self._helper is not None:
             self._helper.end()
 
-    def _launch_all(
-        self, runner: Runner, outputs: OutputProcessor | None, max_num_seqs: int
-    ) -> None:
-        at = runner.input_batch
-        for shape in launched_shapes(
-            max_num_seqs,
-            at.rows,
-            at.columns,
-            self.config.speculative_tokens,
-            rewinds=not all(spec.can_roll_back for spec in runner.program.specs),
-        ):
-            logits = runner.empty_step(shape)
-            if outputs is not None and shape.rows == at.rows:
-                _sample_with_and_without_filters(outputs.sampler, outputs.whole(logits))
+
+def _launch_all(
+    runner: Runner, outputs: OutputProcessor | None, shapes: Sequence[StepShape]
+) -> None:
+    for shape in shapes:
+        logits = runner.empty_step(shape)
+        if outputs is not None and shape.rows == runner.input_batch.rows:
+            _sample_with_and_without_filters(outputs.sampler, outputs.whole(logits))
 
 
 def _sample_with_and_without_filters(sampler: Sampler, logits: Tensor) -> None:

@@ -118,10 +118,14 @@ def start_worker(key: str) -> CompileWorker | None:
         or triton.knobs.runtime.jit_cache_hook
     ):
         return None
-    versioned = f"{key} {triton.__version__} {torch.__version__}"
-    digest = hashlib.sha256(versioned.encode()).hexdigest()
-    marker = Path(triton.knobs.cache.dir, f"atomc-{digest}")
+    marker = marker_file(key)
     return None if marker.exists() else CompileWorker(marker)
+
+
+def marker_file(key: str) -> Path:
+    """A file in Triton's cache that says that it has the kernels of something with this key."""
+    versioned = f"{key} {triton.__version__} {torch.__version__}"
+    return Path(triton.knobs.cache.dir, f"atomc-{hashlib.sha256(versioned.encode()).hexdigest()}")
 
 
 def main() -> None:

@@ -1,26 +1,59 @@
 """Compile Triton kernels in parallel before they are needed; one after the other, 40 take 9 s."""
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import triton
 
-from atomc.kernels.triton.launch.compile_worker import CompileWorker
+from atomc.files.atomic_file import write_atomically
+from atomc.kernels.triton.launch.compile_worker import CompileWorker, marker_file
+
+
+class KernelList:
+    """The kernels that some launches need, as a file in Triton's cache with their folders there.
+
+    key  names the launches and what decides which kernels they need; Triton's version is added
+    """
+
+    def __init__(self, key: str) -> None:
+        self.file = marker_file(key)
+
+    def is_cached(self) -> bool:
+        """Whether the list was written, and Triton's cache has all its kernels."""
+        try:
+            names = self.file.read_text().split()
+        except OSError:
+            return False
+        return all((self.file.parent / name).is_dir() for name in names)
+
+    def write(self, names: Iterable[str]) -> None:
+        """Write the names of the kernels' folders, if the cache can be written."""
+        with contextlib.suppress(OSError):
+            write_atomically(self.file, "\n".join(sorted(names)).encode())
 
 
 class _CompileAndLoad(triton.AsyncCompileMode):  # type: ignore[misc]
     """Compile and load kernels in threads. Loading is slow too: a C compiler builds the launcher.
 
     A kernel is submitted once; later launches find its future in Triton's cache.
+
+    folders  of the kernels in Triton's cache, by name
     """
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        super().__init__(pool, ignore_errors=True)
+        self.folders: set[str] = set()
 
     def submit(self, key: Any, compile: Callable[[], Any], *callbacks: Callable[..., None]) -> Any:
         def loaded() -> Any:
             kernel = compile()
             kernel.run  # noqa: B018  reading it loads the kernel
+            self.folders.update(Path(file).parent.name for file in kernel.metadata_group.values())
             return kernel
 
         future = super().submit(key, loaded, *callbacks)
@@ -31,15 +64,16 @@ class _CompileAndLoad(triton.AsyncCompileMode):  # type: ignore[misc]
 
 def compile_in_parallel(
     launches: Callable[[], object], *, threads: int = 16, worker: CompileWorker | None = None
-) -> bool:
+) -> set[str] | None:
     """Call `launches`, and compile and load the kernels that it launches instead of running them.
+    Returns the names of their folders in Triton's cache.
 
-    Returns False, without calling it, in Triton's interpreter. No kernel writes its results, so the
+    Returns None, without calling it, in Triton's interpreter. No kernel writes its results, so the
     control flow of `launches` must not depend on them. A kernel that fails to compile raises at its
     next launch. worker: a process that compiles the kernels before the threads load them.
     """
     if triton.knobs.runtime.interpret:
-        return False
+        return None
     run, driver = triton.JITFunction.run, triton.runtime.driver.active
     device, compiled = driver.get_current_device(), threading.Event()
 
@@ -51,9 +85,10 @@ def compile_in_parallel(
         driver.set_current_device(device)
 
     pool = ThreadPoolExecutor(threads, initializer=begin)
+    mode = _CompileAndLoad(pool)
     with (
         pool,
-        _CompileAndLoad(pool, ignore_errors=True),
+        mode,
         patch.object(triton.JITFunction, "run", compiled_only),
     ):
         try:
@@ -66,4 +101,4 @@ def compile_in_parallel(
                 worker.finish()
         finally:
             compiled.set()
-    return True
+    return mode.folders
