@@ -26,7 +26,8 @@ LAUNCH = "atomc.kernels.triton.launch"
 class StepKernels:
     """The kernels of one engine start. Call `end` after the start, also if it failed.
 
-    kernels_loaded  all kernels are loaded: a step may be captured without a warm-up run
+    kernels_loaded  all kernels are compiled, and those of the first captures loaded: a step may be
+                    captured without a warm-up run
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -80,7 +81,8 @@ class StepKernels:
         keys = [program.key for program in runner.programs.all]
         sampling = sources_in("runtime/sampling")
         listed = KernelList(f"{keys} {sampling} {shapes} {outputs is None}")
-        is_warm = None not in keys and listed.is_cached()
+        # Several ranks capture all at once, with kernels that are loaded.
+        is_warm = self.config.num_ranks == 1 and None not in keys and listed.is_cached()
         if is_warm:  # the other steps load their kernels when they are captured, or first run
             later = shapes_for_later(step_shapes(*sizes, rewinds=rewinds))
             shapes = [shape for shape in shapes if shape not in later]

@@ -51,11 +51,9 @@ def test_a_start_launches_what_it_captures_if_tritons_cache_has_all_kernels(monk
             (tmp_path / name).mkdir(exist_ok=True)
         return {"A", "B"}
 
-    def launched(key="a program", number=256):
-        shapes = []
-        StepKernels(EngineConfig(model="a model")).load(
-            runner_that(shapes.append, key), None, number
-        )
+    def launched(key="a program", number=256, **settings):
+        shapes, config = [], EngineConfig(model="a model", **settings)
+        StepKernels(config).load(runner_that(shapes.append, key), None, number)
         return shapes
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
@@ -67,5 +65,6 @@ def test_a_start_launches_what_it_captures_if_tritons_cache_has_all_kernels(monk
     assert launched("another program") == cold, "which may need other kernels"
     assert len(launched(number=64)) > 8, "and so may other shapes"
     assert launched(None) == launched(None) == cold, "it has no key"
+    assert launched(tp=2) == launched(tp=2) == cold, "ranks capture all at once"
     (tmp_path / "B").rmdir()
     assert launched() == cold and launched() == warm
