@@ -77,7 +77,7 @@ class Pattern:
         }
         self.model_dtype = self._model_dtype()
         others = (
-            _calls(_traced(function, varied, tensors))
+            _calls(_traced(function, varied, tensors, trace_with_static_sizes))
             if differing(arguments, varied)
             else self.nodes
         )
