@@ -435,9 +435,15 @@ class Worker:
             expert_counts(program.expert_load(), self._expert_rows)
             for program in self.programs.steps.values()
         )
-        graphs = len(self.program.report.cuda_graphs)
+        graphs = runner.variants["text"].graphs
         return StepCounts(
-            dict(runner.steps), runner.rows, runner.padding, load, times.busy, times.idle, graphs
+            dict(runner.steps),
+            runner.rows,
+            runner.padding,
+            load,
+            times.busy,
+            times.idle,
+            len(graphs.captured) if graphs is not None else 0,
         )
 
     def forget_counts(self) -> None:
