@@ -72,6 +72,7 @@ def test_todays_aiter_has_every_function_that_we_call(faker: Stage) -> None:
     assert faker.tell(lacking="") == {}
 
 
+@pytest.mark.rotating(each_case=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", [*IN_TRITON, *WITH_STAND_INS])
 def test_in_the_interpreter_a_kernel_computes_what_its_op_means(
@@ -92,6 +93,7 @@ def test_on_a_gpu_of_nvidias_a_kernel_computes_what_its_op_means(
     check(name, runner.tell(kernel=name, dtype=dtype))
 
 
+@pytest.mark.rotating(each_case=2)
 @pytest.mark.parametrize("name", IN_TRITON)
 def test_a_kernel_compiles_to_an_object(name: str, compiler: Stage) -> None:
     outcomes = compiler.tell(kernel=name, dtype="bfloat16", most=2)
@@ -127,6 +129,7 @@ def check_model(scheme: str, found: dict[str, Any]) -> None:
     assert found["tokens"][0] == found["tokens"][1]
 
 
+@pytest.mark.rotating(each_case=2)
 @pytest.mark.parametrize("scheme", SERVED)
 def test_a_model_is_recognised_fused_lowered_and_run(
     scheme: str, interpreter: Stage, arch: str
