@@ -62,6 +62,7 @@ atomc/cache/model_cache.py | cache/test_model_cache_stock.py -k 'second_start an
 atomc/cache/model_cache.py | runtime/execution/test_encoder_cache.py -k 'traces_no_encoder' | ModelCache.store
 atomc/cache/model_fingerprint.py | cache/test_model_cache.py -k 'only_if_it_is_ours or other_inputs' | _is_context_manager_of_ours model_parts
 atomc/cache/model_fingerprint.py | cache/test_model_cache_stock.py -k 'seen and function_of' | _ModelDescriber.code
+atomc/capture/attention_lengths.py | compiler/test_generate.py -k another
 atomc/capture/dtensors.py | compiler/test_dtensors.py -k 'alone_is_recognized or (computes and parallelize_module) or (layouts and biases) or (layouts and sum) or takes_and_returns' | _Conversion._add _Conversion._whole_call _OfProcess.__call__ _equal_locally _local_input
 atomc/cli/planning.py | planning/test_plan_stages.py | run
 atomc/compiler/bind_sizes.py | compiler/test_partition.py | copy_numbers
