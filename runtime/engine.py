@@ -308,8 +308,8 @@ class Engine:
         requests are as before it; the next call returns what the previous step gave.
         """
         self._steps_to_capture -= 1
-        is_unhurried = self._prompt_budget is None  # gaps are not bounded
-        if is_unhurried and self._steps_to_capture <= 0 and self.capture_graph(least=1):
+        may_capture = self._steps_to_capture <= 0 and self._prompt_budget is None  # bounds gaps
+        if may_capture and self.capture_graph(least=1):
             self._steps_to_capture = CAPTURE_STEPS
         began, self._waited = time.perf_counter(), 0.0
         # More than one is in flight after a call that failed while it read results.

@@ -246,10 +246,8 @@ class Runner:
             reason = why_syncing(variant.program.syncing) if captured else self.why_eager
         elif size.pooled:
             reason = "another rank computes hidden states"
-        elif shape := graphs.shape_for(size.rows, size.sequences, size.wanted, size.longest):
+        elif shape := self._captured_shape(graphs, size):
             self.steps[f"full graph{variant.label}"] += 1
-            if self.missing and (best := smallest_shape(self.shapes, *size[:4])) in self.missing:
-                self.missing[best] += 1
             return self._replay(graphs, step, shape)
         elif size.wanted > size.sequences:
             reason = f"{size.rows} rows, {size.wanted} of them wanted"
@@ -257,6 +255,18 @@ class Runner:
             reason = "more rows than any graph"
         self.steps[f"eager: {reason}{variant.label}"] += 1
         return self._eager(variant.program, step, size, num_rows)
+
+    def _captured_shape(self, graphs: StepGraphs, size: StepSize) -> StepShape | None:
+        """The smallest captured shape for such a step, or None; a smaller one that is missing is
+        counted.
+        """
+        needs = (size.rows, size.sequences, size.wanted, size.longest)
+        smallest = smallest_shape(self.shapes, *needs)
+        if smallest in graphs.captured:
+            return smallest
+        if smallest in self.missing:
+            self.missing[smallest] += 1
+        return graphs.shape_for(*needs)
 
     def _replay(self, graphs: StepGraphs, step: ScheduledStep, shape: StepShape) -> Tensor:
         self.rows += step.num_tokens

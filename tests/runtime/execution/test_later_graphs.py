@@ -82,8 +82,8 @@ def test_no_step_waits_for_a_graph_where_gaps_are_bounded():
 def test_steps_run_in_larger_graphs_until_theirs_is_captured(model):  # noqa: F811
     engine = started(**SIZES)
     requests = [request_of(engine, name, parts, 30) for name, parts in PROMPTS.items()]
-    found, steps = counted(engine, *requests)
-    assert found == {name: expected(model, parts, 30) for name, parts in PROMPTS.items()}
+    tokens, steps = counted(engine, *requests)
+    assert tokens == {name: expected(model, parts, 30) for name, parts in PROMPTS.items()}
     assert steps.keys() == {IMAGES, TEXT}
     # Five requests decode, and a step of eight rows is what they want.
     assert (8, 8, 8) in shapes_of(graphs_of(engine)[0])
@@ -125,6 +125,19 @@ def test_a_graph_that_cannot_be_captured_leaves_the_engine_as_it_is(model, monke
     assert engine.program.report.notes[-1] == "CUDA graphs are left out: no memory is left"
     assert [shapes_of(graphs) for graphs in graphs_of(engine)] == [AT_START, AT_START[2:]]
     assert run(engine, request_of(engine, "a", (5, 6, 7))) == {"a": expected(model, (5, 6, 7))}
+
+
+def test_drafts_are_captured_before_text_and_what_has_no_graphs_is_passed(monkeypatch):
+    engine, captured = started(**SIZES), []
+    runner = engine.executor.runner
+    drafts = SimpleNamespace(captured=[1], capture=lambda shape: captured.append(("drafts", shape)))
+    monkeypatch.setattr(runner, "draft", SimpleNamespace(graphs=drafts))
+    monkeypatch.setattr(runner.variants["images"], "graphs", None)
+    text = runner.variants["text"].graphs
+    monkeypatch.setattr(text, "capture", lambda shape: captured.append(("text", shape)))
+    shape = next(shape for shape in runner.missing if not shape.is_decode)
+    runner.capture_missing(shape)  # a step of text proposes with the graph of the drafts
+    assert captured == [("drafts", shape), ("text", shape)]
 
 
 def test_later_graphs_stay_within_the_memory_of_all(memory):  # noqa: F811
