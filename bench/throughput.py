@@ -12,8 +12,8 @@ Throughput: --requests prompts of --prompt tokens at once, --new tokens each, al
 host_ms is the mean time of the host for a step, waiting for the device left out. device_idle_share
 is what the device waits for the host of all steps (Stats.device_idle_share; not on a CPU).
 idle_share is what it idles of a decode step at batch 64: the gaps between kernels in a profile of
---profiled steps, those within a CUDA graph left out. experts_hit (--experts) is how many experts of a layer a
-decode step of the batch reads, mean of 20 steps and all layers; counting adds to the times.
+--profiled steps, those within a CUDA graph left out. experts_hit (--experts) is how many experts of
+a layer a decode step of the batch reads, mean of 20 steps and all layers; counting adds to the times.
 """
 
 import argparse

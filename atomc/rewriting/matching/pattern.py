@@ -76,7 +76,7 @@ class Pattern:
             if isinstance(argument := example[name], OneOf) and argument.follows is not None
         }
         self.model_dtype = self._model_dtype()
-        others = (
+        others = (  # of which no sizes are read
             _calls(_traced(function, varied, tensors, trace_with_static_sizes))
             if differing(arguments, varied)
             else self.nodes
