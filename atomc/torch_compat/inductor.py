@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,15 +43,24 @@ Patches = JSONMapping
 _TRITON_SETTINGS = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
 
 
+_settings = threading.local()
+
+
 @contextlib.contextmanager
 def _triton_settings() -> Iterator[None]:
-    """Inductor's settings of Triton hold in this context only. Other kernels that are compiled
-    under them would not be found by the next process, or by the helper that compiles some of them.
+    """Inductor's settings of Triton hold in this context only, until the outermost one ends. Other
+    kernels that are compiled under them would not be found by the next process, or by the helper
+    that compiles some of them.
     """
+    if getattr(_settings, "hold", False):
+        yield
+        return
     unset = [name for name in _TRITON_SETTINGS if name not in os.environ]
+    _settings.hold = True
     try:
         yield
     finally:
+        _settings.hold = False
         for name in unset:
             os.environ.pop(name, None)
         tasks = sys.modules.get("torch._inductor.runtime.compile_tasks")
@@ -133,10 +143,18 @@ def attention_patterns_are_wrong() -> bool:
     return any("scaled_dot_product" in str(node.target) for node in gm.graph.nodes)
 
 
+def finds_wrong_attention(gm: GraphModule) -> bool:
+    """Whether a graph has a softmax, perhaps written out, and Inductor's patterns are wrong."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    targets = {str(node.target) for graph in graphs for node in graph.nodes}
+    has_softmax = any(re.search(r"softmax|\bexp\b", target) for target in targets)
+    return has_softmax and attention_patterns_are_wrong()
+
+
 @contextlib.contextmanager
-def _right_patterns() -> Iterator[None]:
+def _right_patterns(gm: GraphModule) -> Iterator[None]:
     """Inductor compiles without its attention patterns in this context, if they are wrong."""
-    if not attention_patterns_are_wrong():
+    if not finds_wrong_attention(gm):
         yield
         return
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -163,7 +181,6 @@ def _right_patterns() -> Iterator[None]:
 
 
 @_triton_settings()
-@_right_patterns()
 def inductor(
     gm: GraphModule, inputs: Sequence[Input], patches: Patches | None = None
 ) -> GraphFunction:
@@ -174,7 +191,8 @@ def inductor(
 
     _use_trusted_folders()
     examples: Any = list(inputs)  # Inductor's type of inputs has no floats
-    compiled: Any = compile_fx(gm, examples, config_patches=dict(patches or {}))
+    with _right_patterns(gm):
+        compiled: Any = compile_fx(gm, examples, config_patches=dict(patches or {}))
     function: GraphFunction = compiled
     return function
 
@@ -182,32 +200,46 @@ def inductor(
 @contextlib.contextmanager
 def kernels_at_once() -> Iterator[None]:
     """Inductor compiles the kernels of all graphs of this thread and context at the same time: it
-    waits for them at the end, and no function that it returns may be called before.
+    waits for them at the end, and no function that it returns may be called before. Those of
+    Triton are compiled in threads until Inductor's processes are ready, which takes seconds.
     """
-    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
-    wait, thread = AsyncCompile.wait, threading.get_ident()
+    wait, triton, thread = AsyncCompile.wait, AsyncCompile.triton, threading.get_ident()
+    processes_are_ready: Callable[[], bool] = AsyncCompile.use_process_pool
     waits: list[Callable[[], None]] = []
 
     def wait_later(kernels: AsyncCompile, scope: dict[str, Any]) -> None:
-        if threading.get_ident() != thread:
+        # The code of cpp_wrapper times kernels while it is loaded.
+        if threading.get_ident() != thread or torch._inductor.config.cpp_wrapper:
             wait(kernels, scope)
-            return
-        settings = {name: os.environ[name] for name in _TRITON_SETTINGS if name in os.environ}
-
-        def wait_now() -> None:
-            with patch.dict(os.environ, settings):
-                wait(kernels, scope)
-
-        if torch._inductor.config.cpp_wrapper:  # its code times kernels while it is loaded
-            wait_now()
         else:
-            waits.append(wait_now)
+            waits.append(lambda: wait(kernels, scope))
 
-    with patch.object(AsyncCompile, "wait", wait_later):
+    def triton_in_thread(kernels: AsyncCompile, *kernel: str) -> Any:
+        if threading.get_ident() != thread or get_compile_threads() == 1 or processes_are_ready():
+            return triton(kernels, *kernel)
+        return threads.submit(triton_now, kernels, *kernel)
+
+    def triton_now(kernels: AsyncCompile, *kernel: str) -> Any:
+        compiled: Any = triton(kernels, *kernel)
+        return compiled.result() if hasattr(compiled, "result") else compiled
+
+    with (
+        _triton_settings(),
+        ThreadPoolExecutor(16) as threads,
+        patch.object(AsyncCompile, "wait", wait_later),
+        patch.object(AsyncCompile, "triton", triton_in_thread),
+    ):
         yield
-    for wait_now in waits:
-        wait_now()
+        for wait_now in waits:
+            wait_now()
+
+
+def load_inductor() -> None:
+    """Import what compiling with Inductor needs: 1 to 2 s once a process."""
+    from torch._inductor import compile_fx  # noqa: F401
+    from torch._inductor.fx_passes import joint_graph  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -226,7 +258,6 @@ class InductorCode:
 
 
 @_triton_settings()
-@_right_patterns()
 def inductor_code(
     gm: GraphModule, inputs: Sequence[Input], patches: Patches
 ) -> tuple[GraphFunction, InductorCode | str]:
@@ -250,7 +281,7 @@ def inductor_code(
 
     # A graph from AOTAutograd's cache has no source code.
     examples: Any = list(inputs)  # Inductor's type of inputs has no floats
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    with _right_patterns(gm), torch._functorch.config.patch(enable_autograd_cache=False):
         compiled = compile_fx(
             gm, examples, inner_compile=remembering, config_patches=_without_isa_check(patches)
         )

@@ -1,5 +1,6 @@
 """A graph is cut at its kernels; equal pieces between them are compiled once."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -129,6 +130,36 @@ def test_another_thread_waits_for_its_kernels_at_once(monkeypatch: pytest.Monkey
         other.join()
         assert waits == ["its own"]
     assert waits == ["its own", "later"]
+
+
+def test_tritons_kernels_are_compiled_at_once_before_inductors_processes_are_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = threading.Barrier(2, timeout=20)
+    ready = False
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: ready)
+    monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
+
+    def compiled(kernels: AsyncCompile, name: str, source: str) -> str:
+        if not ready:
+            both.wait()
+        settings.append(os.environ.get("TRITON_CACHE_DIR"))
+        return f"{name} of {source}"
+
+    monkeypatch.setattr(AsyncCompile, "triton", compiled)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    settings: list[str | None] = []
+    scope: dict[str, Any] = {}
+    with kernels_at_once():
+        os.environ["TRITON_CACHE_DIR"] = "Inductor's"
+        for name in ("first", "second"):
+            scope[name] = AsyncCompile().triton(name, "code")
+        AsyncCompile().wait(scope)
+        ready = True
+        assert AsyncCompile().triton("third", "code") == "third of code"
+    assert scope == {"first": "first of code", "second": "second of code"}
+    assert settings == ["Inductor's"] * 3
+    assert "TRITON_CACHE_DIR" not in os.environ
 
 
 class Doubled(nn.Module):

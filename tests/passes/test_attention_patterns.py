@@ -27,8 +27,16 @@ def over_keys(q, k, v):
     return ((q @ k.transpose(-1, -2)) * 0.25).softmax(-1) @ v
 
 
+def written_out(q, k, v):
+    scores = q @ k.transpose(-1, -2) * 0.25
+    weights = (scores - scores.amax(-2, keepdim=True)).exp()
+    return (weights / weights.sum(-2, keepdim=True)) @ v
+
+
 @pytest.mark.rotating(each_case=2)
-@pytest.mark.parametrize("function", [over_queries, over_heads, permuted_keys, over_keys])
+@pytest.mark.parametrize(
+    "function", [over_queries, over_heads, permuted_keys, written_out, over_keys]
+)
 def test_what_inductor_compiles_for_us_is_right(function):
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="atom", options=INDUCTOR)
@@ -50,7 +58,8 @@ def test_the_patterns_of_other_programs_stay():
     from torch._inductor.fx_passes import joint_graph
 
     before = list(joint_graph.pass_patterns)
-    with pytest.raises(RuntimeError, match="stop"), inductor._right_patterns():
+    graph = torch.fx.symbolic_trace(over_queries)
+    with pytest.raises(RuntimeError, match="stop"), inductor._right_patterns(graph):
         raise RuntimeError("stop")
     assert joint_graph.pass_patterns == before
     assert torch._inductor.config.joint_custom_pre_pass is None
