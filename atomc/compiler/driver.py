@@ -25,6 +25,7 @@ from atomc.capture.inline_regions import inline, path_in_layer, region, regions_
 from atomc.capture.variable_floats import show_as_numbers, show_as_tensors
 from atomc.compiler import pipeline
 from atomc.compiler.assemble import assemble
+from atomc.compiler.kernels_ahead import compiling_kernels, start_triton
 from atomc.compiler.lower_ranges import copy_graph, lower_ranges
 from atomc.compiler.partition import compile_glue, glue_of
 from atomc.compiler.phases import timed
@@ -40,7 +41,7 @@ from atomc.report.records import Glue
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.core import GraphFunction, without_autocast
-from atomc.torch_compat.inductor import attention_patterns_are_wrong, mode_options
+from atomc.torch_compat.inductor import finds_wrong_attention, load_inductor, mode_options
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def build(gm: GraphModule, context: Context, report: Report, floats: dict[int, f
     loaded = cache.load()
     if loaded is not None:
         return Built(*loaded, lambda call: call, cache.entry, cache.key)
+    start_triton(context.platform)
     with _old_objects_frozen():
         captured, compiled = compile_graph(gm, context, report, floats)
     cache.store(compiled, captured.written, captured.around)
@@ -170,8 +172,17 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
     summarize_graph(gm, context, report, glue_fuses=glue != "eager")
     lowered = lower_ranges(gm, context, report, eager=glue == "eager")
 
+    graphs = [one.graph for one in lowered]
     if context.build:
-        functions = [_function(one.graph, glue, context, report, recorder) for one in lowered]
+        reasons = [_why_eager(graph, glue, context) for graph in graphs]
+        # The runtime compiles those of its steps.
+        with compiling_kernels([] if context.paged else graphs, context.platform, report):
+            if None in reasons:
+                load_inductor()
+        functions = [
+            _function(graph, glue, why, context, report, recorder)
+            for graph, why in zip(graphs, reasons, strict=True)
+        ]
     else:
         functions = [graph_function(gm)] * len(lowered)
     layout = lowered[0].layout
@@ -180,26 +191,39 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
     return assemble(gm, lowered, functions, state)
 
 
+def _why_eager(gm: GraphModule, glue: str, context: Context) -> str | None:
+    """Why the ops between the kernels of a lowered graph run eagerly, or None."""
+    if glue == "eager":
+        return "the option or the machine says so"
+    sink_pointwise(gm.graph)
+    return why_eager(gm, context.platform) if context.options.glue == "auto" else None
+
+
 def _function(
-    gm: GraphModule, glue: str, context: Context, report: Report, recorder: Recorder | None
+    gm: GraphModule,
+    glue: str,
+    why: str | None,
+    context: Context,
+    report: Report,
+    recorder: Recorder | None,
 ) -> CompiledFunction:
-    """The function of a lowered graph, which the recorder watches if there is one."""
+    """The function of a lowered graph, which the recorder watches if there is one. why: the ops
+    between its kernels run eagerly.
+    """
     with timed(report, "glue"):
         original = copy_graph(gm) if recorder else gm
-        function = _glue(gm, glue, context, report)
+        function = _glue(gm, glue, why, context, report)
         return recorder.wrap(original, function) if recorder else function
 
 
-def _glue(gm: GraphModule, glue: str, context: Context, report: Report) -> CompiledFunction:
-    """A function that calls the kernels of a lowered graph and runs the ops between them."""
-    if glue == "eager":
+def _glue(
+    gm: GraphModule, glue: str, why: str | None, context: Context, report: Report
+) -> CompiledFunction:
+    if why is not None:
+        if glue != "eager":
+            _note_glue(report, "eager", f"eager here: {why}")
         return graph_function(gm)
-    sink_pointwise(gm.graph)
-    options = context.options
-    if options.glue == "auto" and (why := why_eager(gm, context.platform)):
-        _note_glue(report, "eager", f"eager here: {why}")
-        return graph_function(gm)
-    function, pieces = compile_glue(gm, inductor_patches(options))
+    function, pieces = compile_glue(gm, inductor_patches(context.options))
     _note_glue(report, glue, pieces)
     note_attention_patterns(report, gm)
     return function
@@ -207,7 +231,7 @@ def _glue(gm: GraphModule, glue: str, context: Context, report: Report) -> Compi
 
 def note_attention_patterns(report: Report, gm: GraphModule) -> None:
     """Note that Inductor compiles a softmax without patterns of its own that are wrong."""
-    if attention_patterns_are_wrong() and any("softmax" in str(n.target) for n in gm.graph.nodes):
+    if finds_wrong_attention(gm):
         report.notes.append(
             f"Inductor's attention patterns are off: those of torch {torch.__version__} ignore "
             "the dimension of softmax"

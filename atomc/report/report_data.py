@@ -62,7 +62,7 @@ class ReportData:
              graph break
     call     equal for the graphs that one call of a compiled function made
     matches  rewrite -> number of sites where it fired, also if a later rewrite consumed the result
-    phases   seconds: lift, trace, passes, lower, glue
+    phases   seconds: lift, trace, passes, lower, glue, kernels (that glue does not hide)
     """
 
     model: str

@@ -32,7 +32,7 @@ def test_the_interpreter_has_nothing_to_compile_and_nothing_runs():
 
 # Triton compiles for a GPU that is not there. Of its driver, what launches: it writes down the
 # thread and the device.
-ELSEWHERE = """
+DRIVER = """
 import os
 import sys
 import threading
@@ -42,22 +42,6 @@ from types import SimpleNamespace
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-
-from atomc.kernels.triton.launch.compile_worker import start_worker
-from atomc.kernels.triton.launch.launch import Rows
-from atomc.kernels.triton.rows.norm import _rms_norm
-from atomc.kernels.triton.launch.parallel_compile import compile_in_parallel
-
-
-@triton.jit
-def broken(x_ptr, SIZE: tl.constexpr):
-    tl.store(x_ptr, SIZE.nothing)
-
-
-class Pointer:
-    dtype = "bf16"
-    data_ptr = staticmethod(lambda: 0)
-
 
 loaded, compiled, here, launched = [], [], threading.local(), []
 here.device = 3
@@ -75,6 +59,22 @@ triton.runtime.driver.set_active(SimpleNamespace(
     utils=SimpleNamespace(load_binary=load_binary, get_device_properties=lambda device: {"max_shared_mem": 2**18}),
 ))
 triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: compiled.append((src.name, cache_hit))
+"""
+KERNELS = """
+from atomc.kernels.triton.launch.compile_worker import start_worker
+from atomc.kernels.triton.launch.launch import Rows
+from atomc.kernels.triton.rows.norm import _rms_norm
+from atomc.kernels.triton.launch.parallel_compile import compile_in_parallel, compiling
+
+
+@triton.jit
+def broken(x_ptr, SIZE: tl.constexpr):
+    tl.store(x_ptr, SIZE.nothing)
+
+
+class Pointer:
+    dtype = "bf16"
+    data_ptr = staticmethod(lambda: 0)
 
 
 def launches(columns=(64, 128)):
@@ -88,8 +88,8 @@ def everything():
     for _ in range(3):
         launches()
     broken[(1,)](Pointer(), SIZE=1)
-
-
+"""
+ONCE = """
 worker, kind = None, sys.argv[1]
 if kind != "alone":
     os.cpu_count = lambda: 8
@@ -119,21 +119,91 @@ except triton.CompilationError:
 """
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", ["alone", "helped", "killed", "late"])
-def test_each_kernel_is_compiled_and_loaded_once_in_a_thread_and_does_not_run(kind, tmp_path):
-    script = tmp_path / "elsewhere.py"  # Triton reads the source of kernels
-    script.write_text(ELSEWHERE)
+OTHER_THREAD = """
+def other():
+    here.device = 5
+    launches()
+
+
+def launch_here_and_elsewhere():
+    launches()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+
+
+with compiling(launch_here_and_elsewhere):
+    assert len(launched) == 2, "those of another thread, which run"
+    launches()
+    assert len(launched) == 4, "after what is compiled only"
+print("told")
+"""
+
+# A model for a GPU, with its tensors on the CPU: ops of PyTorch run, Triton's kernels do not.
+FIRST_CALL = """
+from dataclasses import replace
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from atomc.backend import compile_graph
+from atomc.options import Options
+from atomc.platform import Platform
+
+sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 99}
+sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+config = AutoConfig.for_model("qwen3", **sizes)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+before = []
+
+
+def backend(graph, inputs):
+    function = compile_graph(graph, inputs, Options(glue="eager", strict=True), Platform.named("h200"))
+    before.extend(compiled)
+    assert not launched
+    return function
+
+
+with torch.no_grad():
+    call = torch.compile(model, backend=backend, dynamic=sys.argv[1] == "dynamic")
+    for _ in range(2):
+        call(torch.arange(7)[None], use_cache=False)
+assert {"_rms_norm", "_rope", "_gated"} <= {name for name, _ in before}
+assert compiled == before, "a call compiles what was not compiled before"
+assert len(launched) > len(loaded) == len(compiled)
+assert not any(is_main for _, _, is_main in loaded)
+print("told")
+"""
+
+
+def _says(script: str, kind: str, folder: Path) -> str:
+    file = folder / "elsewhere.py"  # Triton reads the source of kernels
+    file.write_text(script)
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_CACHE_DIR": str(folder),
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        [sys.executable, script, kind], env=environment, capture_output=True, text=True
+        [sys.executable, file, kind], env=environment, capture_output=True, text=True
     )
-    assert done.stdout == "told\n", done.stderr
+    return done.stdout or done.stderr
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("kind", ["alone", "helped", "killed", "late"])
+def test_each_kernel_is_compiled_and_loaded_once_in_a_thread_and_does_not_run(kind, tmp_path):
+    assert _says(DRIVER + KERNELS + ONCE, kind, tmp_path) == "told\n"
+
+
+def test_kernels_that_another_thread_launches_meanwhile_run(tmp_path):
+    assert _says(DRIVER + KERNELS + OTHER_THREAD, "", tmp_path) == "told\n"
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_the_first_call_of_a_graph_compiles_no_kernel(kind, tmp_path):
+    assert _says(DRIVER + FIRST_CALL, kind, tmp_path) == "told\n"
 
 
 SETS = """

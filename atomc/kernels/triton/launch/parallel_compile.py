@@ -2,16 +2,20 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import triton
+from torch.utils._pytree import tree_map
+from triton.runtime.cache import triton_key
+from triton.runtime.jit import MockTensor
 
 from atomc.files.atomic_file import write_atomically
 from atomc.kernels.triton.launch.compile_worker import CompileWorker, marker_file
+from atomc.torch_compat.core import FakeTensor
 
 
 class KernelList:
@@ -62,23 +66,52 @@ class _CompileAndLoad(triton.AsyncCompileMode):  # type: ignore[misc]
         return future
 
 
+_patching = threading.Lock()
+
+
+def start_triton() -> None:
+    """What Triton does once a process: hash its own files, and build its driver."""
+    triton_key()
+    triton.runtime.driver.active.get_current_device()
+
+
+def _without_memory(x: Any) -> Any:
+    return MockTensor(x.dtype) if isinstance(x, FakeTensor) else x
+
+
 def compile_in_parallel(
     launches: Callable[[], object], *, threads: int = 16, worker: CompileWorker | None = None
 ) -> set[str] | None:
-    """Call `launches`, and compile and load the kernels that it launches instead of running them.
-    Returns the names of their folders in Triton's cache.
+    """As `compiling`. Returns the names of the kernels' folders in Triton's cache, or None."""
+    with compiling(launches, threads=threads, worker=worker) as folders:
+        pass
+    return folders
 
-    Returns None, without calling it, in Triton's interpreter. No kernel writes its results, so the
-    control flow of `launches` must not depend on them. A kernel that fails to compile raises at its
-    next launch. worker: a process that compiles the kernels before the threads load them.
+
+@contextlib.contextmanager
+def compiling(
+    launches: Callable[[], object], *, threads: int = 16, worker: CompileWorker | None = None
+) -> Iterator[set[str] | None]:
+    """Call `launches`, and compile and load the kernels that it launches, instead of running them,
+    until this context ends. Yields the names of their folders in Triton's cache, complete then.
+
+    Yields None, without calling it, in Triton's interpreter. No kernel writes its results, so the
+    control flow of `launches` must not depend on them. It may launch with fake tensors, which stand
+    for aligned ones. A kernel that fails to compile raises at its next launch. worker: a process
+    that compiles the kernels before the threads load them.
     """
     if triton.knobs.runtime.interpret:
-        return None
+        yield None
+        return
     run, driver = triton.JITFunction.run, triton.runtime.driver.active
     device, compiled = driver.get_current_device(), threading.Event()
+    thread = threading.get_ident()
 
     def compiled_only(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(kernel, *args, warmup=True, **kwargs)
+        if threading.get_ident() == thread:
+            args, kwargs = tree_map(_without_memory, (args, kwargs))
+            warmup = True
+        return run(kernel, *args, warmup=warmup, **kwargs)
 
     def begin() -> None:
         compiled.wait()
@@ -86,19 +119,17 @@ def compile_in_parallel(
 
     pool = ThreadPoolExecutor(threads, initializer=begin)
     mode = _CompileAndLoad(pool)
-    with (
-        pool,
-        mode,
-        patch.object(triton.JITFunction, "run", compiled_only),
-    ):
+    with pool, mode:
         try:
-            if worker is None:
-                compiled.set()
-                launches()
-            else:
-                with worker.submitting():
+            with _patching, patch.object(triton.JITFunction, "run", compiled_only):
+                if worker is None:
+                    compiled.set()
                     launches()
-                worker.finish()
+                else:
+                    with worker.submitting():
+                        launches()
+                    worker.finish()
+            compiled.set()
+            yield mode.folders
         finally:
             compiled.set()
-    return mode.folders
