@@ -10,7 +10,7 @@ one, by 128, median of three. bare_ms is the replay of the same decode step's CU
 argmax of its logits, by device events (one rank: a graph of several waits for the others).
 Throughput: --requests prompts of --prompt tokens at once, --new tokens each, all of them generated.
 host_ms is the mean time of the host for a step, waiting for the device left out. device_idle_share
-is what the device waits for the host of all steps (Stats.device_idle_share; not on a CPU).
+is what the device waits for the host of all steps (Stats.device_idle_share).
 idle_share is what it idles of a decode step at batch 64: the gaps between kernels in a profile of
 --profiled steps, those within a CUDA graph left out. experts_hit (--experts) is how many experts of
 a layer a decode step of the batch reads, mean of 20 steps and all layers; counting adds to the times.

@@ -1,8 +1,29 @@
 """How long the device runs steps, and how long it waits for the host meanwhile."""
 
+import time
 from collections import deque
+from typing import Any
 
 import torch
+
+
+class HostEvent:
+    """A moment of a CPU, where the host itself computes a step, with the methods of a CUDA event
+    that are used here.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def record(self, stream: None) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        """Milliseconds until `end`."""
+        return 1e3 * (end._seconds - self._seconds)
 
 
 class DeviceTimes:
@@ -11,9 +32,7 @@ class DeviceTimes:
     The device is busy from `begin` to `end`, a span, and idle between two spans, except for the
     time after `pause`. A step has two spans, because the host may compute a mask between its
     forward pass and its sampling. Reading does not wait: a span counts once the device has reached
-    its end.
-
-    On a CPU, where the host itself computes a step, nothing is measured.
+    its end. A CPU is busy while the host computes a span.
 
     busy, idle   seconds
     """
@@ -21,15 +40,15 @@ class DeviceTimes:
     def __init__(self, device: torch.device) -> None:
         self.busy = self.idle = 0.0
         self._device = device
-        self._is_measured = device.type == "cuda"
-        self._unused: list[torch.cuda.Event] = []
-        self._open: torch.cuda.Event | None = None  # the begin of a span without end
-        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._last: torch.cuda.Event | None = None  # the end of the span that was counted last
+        # Events, of CUDA or of the host.
+        self._unused: list[Any] = []
+        self._open: Any = None  # the begin of a span without end
+        self._spans: deque[tuple[Any, Any]] = deque()
+        self._last: Any = None  # the end of the span that was counted last
 
     def begin(self) -> None:
         """Begin a span with what is launched next, unless one has begun."""
-        if self._is_measured and self._open is None:
+        if self._open is None:
             self._open = self._record()
 
     def end(self) -> None:
@@ -40,7 +59,7 @@ class DeviceTimes:
 
     def read(self) -> None:
         """Count the spans that the device has finished."""
-        while self._spans and self._spans[0][1].query():  # type: ignore[no-untyped-call]
+        while self._spans and self._spans[0][1].query():
             begin, end = self._spans.popleft()
             self.busy += 1e-3 * begin.elapsed_time(end)
             if self._last is not None:
@@ -60,9 +79,11 @@ class DeviceTimes:
         self.pause()
         self.busy = self.idle = 0.0
 
-    def _record(self) -> torch.cuda.Event:
-        event = (
-            self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        )
-        event.record(torch.cuda.current_stream(self._device))
+    def _record(self) -> Any:
+        on_gpu = self._device.type == "cuda"
+        if self._unused:
+            event = self._unused.pop()
+        else:
+            event = torch.cuda.Event(enable_timing=True) if on_gpu else HostEvent()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device) if on_gpu else None)
         return event

@@ -195,10 +195,10 @@ COUNTERS = (
     ("graph_rows", "Rows of steps that ran as a CUDA graph, without padding.", "graph_rows"),
     ("graph_padding_rows", "Padding rows of steps that ran as a CUDA graph.", "graph_padding"),
     ("generation_tokens", "Tokens generated.", "generated_tokens"),
-    ("device_busy_seconds", "Time in which the GPU ran steps.", "device_busy"),
+    ("device_busy_seconds", "Time in which the device ran steps.", "device_busy"),
     (
         "device_idle_seconds",
-        "Time in which the GPU waited for the host while there were requests.",
+        "Time in which the device waited for the host while there were requests.",
         "device_idle",
     ),
     ("spec_decode_num_drafts", "Drafts.", "drafts"),

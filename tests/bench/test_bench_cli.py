@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import re
 import statistics
 import threading
 import time
@@ -23,7 +24,6 @@ from atomc.runtime.bench.datasets import (
     requests_from_file,
 )
 from atomc.runtime.bench.metrics import RequestTiming, distribution, format_summary, summarize
-from atomc.runtime.scheduling.stats import Stats
 
 FIRST, GAP, TOKENS = 0.06, 0.02, 4
 KEY = "secret"
@@ -392,14 +392,13 @@ def test_latency_runs_batch_after_batch(tmp_path):
     assert found["machine"]["torch"]
 
 
-def test_throughput_runs_all_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(Stats, "device_idle_share", 0.123)  # as on a GPU
+def test_throughput_runs_all_at_once(tmp_path):
     (tmp_path / "lines.txt").write_text("She looked at him and said\nIt was\n")
     printed = run(
         "bench", "throughput", "--num-prompts", 5, "--dataset", tmp_path / "lines.txt", *SMALL
     )
     assert "5 requests in" in printed and "at most 5 at once" in printed and "15 out" in printed
-    assert "the device waited for the host 12.3% of the time" in printed
+    assert re.search(r"the device waited for the host \d+\.\d% of the time", printed)
 
 
 def test_messages_need_a_server(wrong, tmp_path):

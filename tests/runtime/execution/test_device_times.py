@@ -1,4 +1,6 @@
-"""How long the device runs steps and waits for the host, by the clock of a stand-in for events."""
+"""How long the device runs steps and waits for the host, by a stand-in for events and clock."""
+
+import time
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ class Device:
         self.ms, self.reached, self.num_events = 0.0, float("inf"), 0
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(time, "perf_counter", lambda: 1e-3 * self.ms)
 
     def taking(self, ms, call):
         """The call, which takes so many milliseconds."""
@@ -114,11 +117,13 @@ def test_events_are_used_again(device, times):
     assert device.num_events <= 5
 
 
-def test_a_cpu_is_not_measured(device):
+def test_a_cpu_is_busy_while_the_host_computes_a_span(device):
     times = DeviceTimes(torch.device("cpu"))
-    run_span(device, times, 1, 1)
+    for wait, ms in ((7, 2), (3, 5)):
+        run_span(device, times, wait, ms)
     times.read()
-    assert (times.busy, times.idle, device.num_events) == (0, 0, 0)
+    assert milliseconds(times) == (7, 3)
+    assert not device.num_events, "CUDA is asked for events"
 
 
 NEW = 5
@@ -140,7 +145,6 @@ def test_an_engine_measures_launches_and_what_is_between_them(device, monkeypatc
         (executor.outputs.sampler, "draw", SAMPLE),
     ):
         monkeypatch.setattr(owner, name, device.taking(ms, getattr(owner, name)))
-    monkeypatch.setattr(executor.device_times, "_is_measured", True)
     params = SamplingParams(
         max_tokens=NEW,
         ignore_eos=not constrained,
