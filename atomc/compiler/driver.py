@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from atomc import passes
+from atomc import kernels, passes
 from atomc.audit.recorder import Recorder
 from atomc.cache.compiled import Compiled
 from atomc.cache.generated import CompiledFunction, graph_function
@@ -25,7 +25,7 @@ from atomc.capture.inline_regions import inline, path_in_layer, region, regions_
 from atomc.capture.variable_floats import show_as_numbers, show_as_tensors
 from atomc.compiler import pipeline
 from atomc.compiler.assemble import assemble
-from atomc.compiler.kernels_ahead import compiling_kernels, start_triton
+from atomc.compiler.kernels_ahead import compiling_kernels
 from atomc.compiler.lower_ranges import copy_graph, lower_ranges
 from atomc.compiler.partition import compile_glue, glue_of
 from atomc.compiler.phases import timed
@@ -72,7 +72,8 @@ def build(gm: GraphModule, context: Context, report: Report, floats: dict[int, f
     loaded = cache.load()
     if loaded is not None:
         return Built(*loaded, lambda call: call, cache.entry, cache.key)
-    start_triton(context.platform)
+    if context.platform.kind != "cpu":
+        kernels.start_triton()
     with _old_objects_frozen():
         captured, compiled = compile_graph(gm, context, report, floats)
     cache.store(compiled, captured.written, captured.around)

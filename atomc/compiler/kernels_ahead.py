@@ -5,7 +5,6 @@ run.
 """
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,19 +25,6 @@ from atomc.torch_compat.core import FakeTensorMode
 # Functions whose launches are all Triton's, and that read no values of tensors.
 _PROVIDERS = ("triton", kernels.INVARIANT)
 _PARALLEL = "atomc.kernels.triton.launch.parallel_compile"
-
-
-def start_triton(platform: Platform) -> None:
-    """Begin what Triton does once a process, in a thread: it hashes its own files and builds its
-    driver with a C compiler, which takes 2 s, mostly without the interpreter's lock.
-    """
-    if platform.kind != "cpu":
-        threading.Thread(target=_start_triton, daemon=True).start()
-
-
-def _start_triton() -> None:
-    with contextlib.suppress(Exception):  # raised again, with its reason, by a launch
-        kernels.load_module(_PARALLEL).start_triton()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 in order of preference.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -62,6 +63,12 @@ def load_module(name: str) -> ModuleType:
     module = importlib.import_module(name)
     _use_trusted_folder()
     return module
+
+
+def start_triton() -> None:
+    """Begin what Triton does once a process, in a thread, if Triton is installed."""
+    with contextlib.suppress(Exception):  # raised again, with its reason, by what imports a kernel
+        load_module(f"{__name__}.triton.launch.parallel_compile").start_triton()
 
 
 def _restore_order(modules: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from threading import Thread
 from typing import Any
 
 import torch
@@ -34,16 +33,6 @@ class StepKernels:
         self.config = config
         self.kernels_loaded = False
         self._helper: Any = None  # a process that compiles kernels
-        self._hashing: Thread | None = None
-
-    def hash_triton(self) -> None:
-        """Begin to hash Triton's own files, which the keys of its cache contain: 0.4 s for 460 MB,
-        in a thread without the interpreter's lock.
-        """
-        with suppress(Exception):  # as in `begin`
-            hash_files = kernels.load_module(f"{LAUNCH}.compile_worker").triton_key
-            self._hashing = Thread(target=hash_files, daemon=True)
-            self._hashing.start()
 
     def begin(self, module: nn.Module, vocab_size: int | None) -> None:
         """Start a helper process that compiles the sampling kernels during tracing, if they are not
@@ -71,8 +60,6 @@ class StepKernels:
             return
         from atomc.kernels.triton.launch.parallel_compile import KernelList, compile_in_parallel
 
-        if self._hashing is not None:
-            self._hashing.join()
         helper, self._helper = self._helper, None
         at = runner.input_batch
         sizes = (max_num_seqs, at.rows, at.columns, self.config.speculative_tokens)

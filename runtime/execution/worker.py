@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from atomc import kernels
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
 from atomc.parallel.process_group import Place
@@ -85,7 +86,7 @@ class Worker:
         try:
             with phases.phase("load"):
                 if module is None and present_device(config.device).startswith("cuda"):
-                    self._kernels.hash_triton()
+                    kernels.start_triton()
                 self.loaded = load(config, module, progress=phases.progress, place=self.place)
                 self.module = self.loaded.module
                 if module is not None:

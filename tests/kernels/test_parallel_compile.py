@@ -5,19 +5,22 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 from torch._inductor.runtime import compile_tasks
 
-from atomc import ops
-from atomc.kernels import load
-from atomc.kernels.triton.launch.parallel_compile import compile_in_parallel
+from atomc import kernels, ops
+from atomc.kernels.triton.launch import parallel_compile
+from atomc.kernels.triton.launch.parallel_compile import compile_in_parallel, start_triton
 from atomc.torch_compat import inductor
 
-assert load("triton") is None
+assert kernels.load("triton") is None
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +31,27 @@ def test_the_interpreter_has_nothing_to_compile_and_nothing_runs():
     called = []
     assert not compile_in_parallel(lambda: called.append(1))
     assert not called
+
+
+def test_tritons_files_are_hashed_in_a_thread_before_kernels_are_compiled(monkeypatch):
+    """Once a process; whatever goes wrong there is raised by a launch."""
+    events = []
+
+    def hash_files():
+        time.sleep(0.05)
+        events.append(threading.current_thread() is threading.main_thread())
+        raise OSError
+
+    start_once = functools.cache(start_triton.__wrapped__)
+    monkeypatch.setattr(parallel_compile, "start_triton", start_once)
+    monkeypatch.setattr(parallel_compile, "triton_key", hash_files)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    driver = SimpleNamespace(get_current_device=lambda: events.append("device"))
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
+    kernels.start_triton()
+    kernels.start_triton()
+    compile_in_parallel(lambda: events.append("launch"))
+    assert events == [False, "device", "launch"]
 
 
 # Triton compiles for a GPU that is not there. Of its driver, what launches: it writes down the
@@ -183,6 +207,7 @@ def _says(script: str, kind: str, folder: Path) -> str:
         **os.environ,
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(folder),
+        "ATOMC_CACHE": "0",
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(

@@ -1,6 +1,7 @@
 """Compile Triton kernels in parallel before they are needed; one after the other, 40 take 9 s."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -69,10 +70,20 @@ class _CompileAndLoad(triton.AsyncCompileMode):  # type: ignore[misc]
 _patching = threading.Lock()
 
 
-def start_triton() -> None:
-    """What Triton does once a process: hash its own files, and build its driver."""
-    triton_key()
-    triton.runtime.driver.active.get_current_device()
+@functools.cache
+def start_triton() -> threading.Thread:
+    """Begin what Triton does once a process, in a thread: it hashes its own files, 460 MB, and
+    builds its driver with a C compiler, which takes 2 s, mostly without the interpreter's lock.
+    """
+    thread = threading.Thread(target=_start_triton, daemon=True)
+    thread.start()
+    return thread
+
+
+def _start_triton() -> None:
+    with contextlib.suppress(Exception):  # raised again, with its reason, by a launch
+        triton_key()
+        triton.runtime.driver.active.get_current_device()
 
 
 def _without_memory(x: Any) -> Any:
@@ -103,6 +114,7 @@ def compiling(
     if triton.knobs.runtime.interpret:
         yield None
         return
+    start_triton().join()
     run, driver = triton.JITFunction.run, triton.runtime.driver.active
     device, compiled = driver.get_current_device(), threading.Event()
     thread = threading.get_ident()
