@@ -28,7 +28,7 @@ def index_queries(gm: GraphModule, context: Context) -> Outcome:
     """Replace each paged_index_topk that another kernel serves in fp8; kernels are known per range
     of token counts.
     """
-    if context.first is None:
+    if context.choose is None:
         return Outcome()
     sites = [
         called

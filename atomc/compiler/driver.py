@@ -29,6 +29,7 @@ from atomc.compiler.kernels_ahead import compiling_kernels
 from atomc.compiler.lower_ranges import copy_graph, lower_ranges
 from atomc.compiler.partition import compile_glue, glue_of
 from atomc.compiler.phases import timed
+from atomc.compiler.select import Selection
 from atomc.compiler.sink_pointwise import sink_pointwise
 from atomc.compiler.summarize_graph import summarize_graph
 from atomc.compiler.worth_inductor import why_eager
@@ -161,6 +162,9 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
     for observer in observers:
         observer("captured", gm)
 
+    glue, why = glue_of(options, context.platform)
+    selection = Selection(options, context.platform, eager=glue == "eager")
+    context = replace(context, first=selection.first)
     with timed(report, "passes"):
         show_as_numbers(gm.graph)
         outcome = pipeline.run(gm, selected, context, report)
@@ -168,7 +172,6 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
     if recorder:
         recorder.passes_done()
 
-    glue, why = glue_of(options, context.platform)
     _note_glue(report, glue, f"{glue} ({why})")
     summarize_graph(gm, context, report, glue_fuses=glue != "eager")
     lowered = lower_ranges(gm, context, report, eager=glue == "eager")

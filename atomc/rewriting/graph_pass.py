@@ -37,8 +37,9 @@ class Context:
     owned       the runtime owns the weights: originals that no kernel reads are freed
     build       False: kernels are selected, but nothing is compiled
     choose      returns the kernel for an op's node, None for its reference; only for lowering
-    first       returns the kernel that would serve an op's node in the range of token counts, or
-                None; only for lowering
+    first       returns the kernel that would serve an op's node, or None: in the range of token
+                counts while a graph is lowered, before that with any number of tokens and without
+                prepared weights. None for Dynamo's graph
     inputs      the values of the graph's first placeholders; parameters among them may be packed
     keep_texts  the report gets the graph after each pass that changed it, not only the final one
     observers   called with a name and the graph: as captured, and after each pass that changed it
