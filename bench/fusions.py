@@ -105,6 +105,22 @@ def add_norm_then_pad(x: Tensor, residual: Tensor, weight: Tensor, eps: float, c
     return torch.nn.functional.pad(y, (0, columns)), total
 
 
+def norm_then_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return residual + kernel("rms_norm")(x, weight, eps)
+
+
+def norm_add_then_norm(
+    x: Tensor,
+    residual: Tensor,
+    x_weight: Tensor,
+    sum_weight: Tensor,
+    x_eps: float,
+    sum_eps: float,
+) -> Any:
+    y = kernel("rms_norm")(x, x_weight, x_eps)
+    return kernel("add_rms_norm")(residual, y, sum_weight, sum_eps)
+
+
 def norms_then_ropes(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> Any:
@@ -164,6 +180,11 @@ def chains(hidden: int) -> Iterator[Chain]:
     def added(tokens: int) -> Arguments:
         return normed(tokens) | {"residual": normal(tokens, hidden)}
 
+    def added_and_normed(tokens: int) -> Arguments:
+        rows = {"x": normal(tokens, hidden), "residual": normal(tokens, hidden)}
+        weights = {"x_weight": normal(hidden), "sum_weight": normal(hidden)}
+        return rows | weights | {"x_eps": EPS, "sum_eps": EPS}
+
     def gated(tokens: int) -> Arguments:
         return dict(zip(("gate", "up"), normal(tokens, 2 * inner).chunk(2, -1), strict=True))
 
@@ -218,6 +239,26 @@ def chains(hidden: int) -> Iterator[Chain]:
             {},
             sizes("x"),
         )
+    yield Chain(
+        "rms_norm_add",
+        "rms_norm_add",
+        str(hidden),
+        added,
+        norm_then_add,
+        ops.rms_norm_add.reference,
+        {},
+        sizes("x", "x"),
+    )
+    yield Chain(
+        "rms_norm_add_rms_norm",
+        "rms_norm_add_rms_norm",
+        str(hidden),
+        added_and_normed,
+        norm_add_then_norm,
+        ops.rms_norm_add_rms_norm.reference,
+        {},
+        sizes("x", "x"),
+    )
     yield Chain(
         "add_rms_norm_pad",
         "add_rms_norm_pad",

@@ -60,6 +60,11 @@ def cases(tokens: int, hidden: int) -> Iterator[Case]:
     def added() -> Arguments:
         return normed() | {"residual": normal(tokens, hidden)}
 
+    def added_and_normed() -> Arguments:
+        rows = {"x": normal(tokens, hidden), "residual": normal(tokens, hidden)}
+        weights = {"x_weight": normal(hidden), "sum_weight": normal(hidden)}
+        return rows | weights | {"x_eps": EPS, "sum_eps": EPS}
+
     def gated() -> Arguments:
         gate, up = normal(tokens, 2 * inner).chunk(2, -1)
         return {"gate": gate, "up": up}
@@ -95,6 +100,13 @@ def cases(tokens: int, hidden: int) -> Iterator[Case]:
         added,
         lambda x, residual, weight, eps: F.rms_norm(x.add(residual), x.shape[-1:], weight, eps),
     )
+    yield Case(
+        "rms_norm_add",
+        row,
+        added,
+        lambda x, residual, weight, eps: residual + F.rms_norm(x, x.shape[-1:], weight, eps),
+    )
+    yield Case("rms_norm_add_rms_norm", row, added_and_normed)
     yield Case(
         "layer_norm",
         row,

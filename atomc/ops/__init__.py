@@ -45,6 +45,7 @@ from atomc.ops.mla_attention import (
     mla_paged_attention,
 )
 from atomc.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from atomc.ops.norm_add import rms_norm_add, rms_norm_add_rms_norm
 from atomc.ops.norm_gated import rms_norm_gated
 from atomc.ops.norm_pad import add_rms_norm_pad
 from atomc.ops.norm_pair import rms_norm_pair, rms_norm_pair_quant
@@ -158,6 +159,8 @@ __all__ = [
     "quant_int8_per_token",
     "quant_mxfp4",
     "rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_rms_norm",
     "rms_norm_gated",
     "rms_norm_pair",
     "rms_norm_pair_quant",

@@ -32,6 +32,19 @@ def _normed(n: RandomInputs, residual: bool = False, **more: int | str) -> Argum
     return arguments | ({"residual": n(n.T, D)} if residual else {})
 
 
+def _normed_sum(n: RandomInputs, style: str = "after") -> Arguments:
+    return {
+        "x": n(n.T, D),
+        "residual": n(n.T, D),
+        "x_weight": n(D),
+        "sum_weight": n(D),
+        "x_eps": EPS,
+        "sum_eps": EPS,
+        "x_style": style,
+        "sum_style": style,
+    }
+
+
 def _layer_normed(n: RandomInputs, residual: bool = False) -> Arguments:
     return _normed(n, residual) | {"bias": n(D)}
 
@@ -167,6 +180,11 @@ EXAMPLES: Examples = {
     ops.add_rms_norm: {
         "": partial(_normed, residual=True),
         "one_plus": partial(_normed, residual=True, style="one_plus"),
+    },
+    ops.rms_norm_add: {"": partial(_normed, residual=True)},
+    ops.rms_norm_add_rms_norm: {
+        "": _normed_sum,
+        "one_plus": partial(_normed_sum, style="one_plus"),
     },
     ops.layer_norm: {"": _layer_normed},
     ops.add_layer_norm: {"": partial(_layer_normed, residual=True)},

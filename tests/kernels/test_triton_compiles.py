@@ -18,6 +18,7 @@ CALLS = (
     "qk_norm_rope_kv_write/fp8, scales",
     "paged_attention/fp8 with scales, decode",
     "varlen_attention/three sequences",
+    "rms_norm_add_rms_norm/packed",
     "rms_norm_pair/packed",
     "rms_norm_pair_quant/fp8_group, x",
     "rms_norm_pair_quant/mxfp4, packed",

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from atomc import kernels, ops
+from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.platform import Platform
 
 pytest.importorskip("triton")
@@ -91,6 +92,21 @@ ALIKE = "written for torch.bfloat16 or torch.float16 or torch.float32, all of on
             "rows of 70000 exceed the limit of 65536",
         ),
         ("add_rms_norm", {"residual": normal(64)}, "residual is [64], expected [1, 64]"),
+        (
+            "rms_norm_add",
+            {"weight": normal(64).float()},
+            "the norm is torch.float32, and it adds torch.bfloat16",
+        ),
+        (
+            "rms_norm_add",
+            {"x": normal(1, 20000), "residual": normal(1, 20000), "weight": normal(20000)},
+            "rows of 20000 exceed the limit of 16384",
+        ),
+        (
+            "rms_norm_add_rms_norm",
+            {"sum_style": "behind"},
+            "sum_style 'behind' is not one of ('one_plus', 'after', 'before')",
+        ),
         (
             "add_layer_norm",
             {"residual": normal(1, 64).float()},
@@ -170,7 +186,7 @@ def test_a_kernel_takes_any_number_of_tokens_without_a_guard(kernel: ops.Kernel)
     mode = FakeTensorMode(shape_env=shapes)
     fixed = {"weight", "bias", "q_weight", "k_weight", "sinks", "token", "weight_scale", "zeros"}
     fixed |= {f"{name}{part}" for name in ("w13", "w2") for part in ("", "_scale", "_zeros")}
-    fixed |= {"b13", "b2", "x_weight", "y_weight", "a_log", "A_log", "d", "dt_bias"}
+    fixed |= {"b13", "b2", "x_weight", "y_weight", "sum_weight", "a_log", "A_log", "d", "dt_bias"}
 
     def fake(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or name in fixed:
@@ -187,6 +203,27 @@ def test_a_kernel_takes_any_number_of_tokens_without_a_guard(kernel: ops.Kernel)
     arguments = {name: fake(name, value) for name, value in given.items()}
     assert refusal_text(kernel, AMONG_PEERS, arguments) is None
     assert not shapes.guards
+
+
+@pytest.mark.parametrize("sum_style", RMS_NORM_STYLES)
+@pytest.mark.parametrize("x_style", RMS_NORM_STYLES)
+def test_a_norm_an_add_and_a_norm_in_one_kernel_round_as_the_two_kernels_do(
+    x_style: str, sum_style: str
+) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    call = {kernel.op: kernel.function for kernel in TRITON}
+    draw = Draw(torch.bfloat16, device)
+    x, residual, x_weight = draw.normal(33, 200), draw.normal(33, 200), draw.normal(200)
+    sum_weight = draw.normal(200)
+
+    y = call["rms_norm"](x, x_weight, 1e-6, x_style)
+    expected = call["add_rms_norm"](residual, y, sum_weight, 1e-2, sum_style)
+    actual = call["rms_norm_add_rms_norm"](
+        x, residual, x_weight, sum_weight, 1e-6, 1e-2, x_style, sum_style
+    )
+    assert all(map(torch.equal, actual, expected))
+    total = call["rms_norm_add"](x, residual, x_weight, 1e-6, x_style)
+    assert torch.equal(total, expected[1])
 
 
 @pytest.mark.gpu

@@ -32,6 +32,7 @@ MODULES = (
     "latent.mla_chosen",
     "latent.mla_prompts",
     "rows.norm",
+    "rows.norm_add",
     "rows.norm_gated",
     "rows.norm_pair",
     "rows.norm_quant",

@@ -126,6 +126,34 @@ def left_out_sums(cases: Cases) -> Cases:
     }
 
 
+def normed_sum(
+    draw: Draw, kind: str, weight: torch.dtype | None = None, **attributes: Any
+) -> dict[str, Any]:
+    """A norm, an add, and a norm of the sum. weight: the dtype of that of the sum."""
+    arguments = normed(draw, kind, residual=True)
+    x_weight, eps = arguments.pop("weight"), arguments.pop("eps")
+    sum_weight = draw.normal(len(x_weight), dtype=weight)
+    eps_of_both = {"x_eps": eps, "sum_eps": 0.1}
+    return {
+        **arguments,
+        "x_weight": x_weight,
+        "sum_weight": sum_weight,
+        **eps_of_both,
+        **attributes,
+    }
+
+
+def normed_sum_cases() -> Cases:
+    cases: Cases = {kind: partial(normed_sum, kind=kind) for kind in (*ROWS, "many")}
+    for x_style in RMS_NORM_STYLES:
+        for sum_style in RMS_NORM_STYLES:
+            cases[f"{x_style}, {sum_style}"] = partial(
+                normed_sum, kind="odd sizes", x_style=x_style, sum_style=sum_style
+            )
+    cases["fp32 weight"] = partial(normed_sum, kind="packed", weight=torch.float32)
+    return left_out_sums(cases)
+
+
 def layer_normed(
     draw: Draw, kind: str, residual: bool, weight: bool = True, bias: bool = True
 ) -> dict[str, Any]:
