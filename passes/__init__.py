@@ -33,6 +33,7 @@ from atomc.passes.fuse import (
     linear_route,
     linear_split_cat,
     mla_kv_write,
+    norm_add,
     norm_gated,
     norm_pad,
     norm_pair,
@@ -187,6 +188,13 @@ PIPELINE: tuple[Pass, ...] = (
         after=["merge_linears", "rms_norm_quant", "qk_norm_rope"],
         by_site=True,
     ),
+    # Behind all that fuses one of its norms with something else.
+    Pass(
+        "rms_norm_add",
+        norm_add.norm_add,
+        after=["allreduce_rms_norm", "rms_norm_quant", "rms_norm_pair"],
+        by_site=True,
+    ),
     # Bind state: attention reads and writes the runtime's caches.
     Pass("bind_state", bind_state.bind_state, after=["qk_norm_rope"], paged=True),
     Pass(
@@ -206,7 +214,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         "unread_sums",
         unread_sums.unread_sums,
-        after=["add_layer_norm", "add_rms_norm_pad", "add_rms_norm_quant"],
+        after=["add_layer_norm", "add_rms_norm_pad", "rms_norm_add"],
         cleanup=True,
     ),
     Pass("reinplace", reinplace.reinplace),
