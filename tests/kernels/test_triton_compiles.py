@@ -16,6 +16,7 @@ CALLS = (
     "kv_write/fp8 with scales",
     "rope_kv_write/fp8, scales",
     "qk_norm_rope_kv_write/fp8, scales",
+    "attention/one token, split keys",
     "paged_attention/fp8 with scales, decode",
     "varlen_attention/three sequences",
     "rms_norm_add_rms_norm/packed",
