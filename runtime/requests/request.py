@@ -88,7 +88,7 @@ class LoadedAdapter:
     folder: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One sequence in progress. `tokens` are the prompt and the generated tokens; the first
     `computed` are in the KV cache.
@@ -164,6 +164,7 @@ class Request:
     num_prompt: int = field(init=False)
     max_length: int = field(init=False)
     last_ids: frozenset[int] = field(init=False)
+    _eos_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.tokens:
