@@ -453,7 +453,6 @@ class Engine:
         if not self._in_flight:
             return []
         in_flight = self._in_flight[0]
-        requests = self.scheduler.step_requests(0)
         began = time.perf_counter()
         results = in_flight.running.results()
         self._waited += time.perf_counter() - began
@@ -461,7 +460,10 @@ class Engine:
             # Without values nothing was waited for, which does not tell when the step ended.
             ended = time.perf_counter() if results.has_values else inf
             self._prompt_budget.measured(in_flight.step, in_flight.began, ended)
-        for request, _ in requests if results.errors else ():
+        # Of most steps, there are tokens of decode rows and nothing else.
+        has_more = results.chunks or results.errors
+        requests = self.scheduler.step_requests(0) if has_more else ()
+        for request, _ in requests:
             if request.id in results.errors and request.finish_reason is None:
                 self.request_errors.failed.setdefault(request.id, results.errors[request.id])
         failed = self._failed_outputs()
@@ -481,12 +483,9 @@ class Engine:
             if result.draft:
                 self._state(name).draft = result.draft
         return failed + [
-            output
-            # Nothing is added to the token of most decode rows.
-            if output.finish_reason is None
-            and output.request_id not in unfinished
-            and output.request_id not in self._states
-            else self._completed(output, unfinished.get(output.request_id, NO_RESULT))
+            self._completed(output, unfinished.get(output.request_id, NO_RESULT))
+            if output.request_id in unfinished or output.request_id in self._states
+            else output
             for output in outputs
         ]
 

@@ -15,7 +15,6 @@ from atomc.runtime.scheduling.step import (
     Admission,
     Chunk,
     Copy,
-    DecodeRows,
     ImageRows,
     ScheduledStep,
 )
@@ -204,17 +203,14 @@ def _image_rows(request: Request, start: int, end: int) -> tuple[ImageRows, ...]
     return tuple(rows)
 
 
-# A request, its num_admissions, the position of the first token, and the chunk; None: a decode row.
-Entry = tuple[Request, int, int, Chunk | None]
-
-
 @dataclass
 class StepInFlight:
     """A step: first under construction, then scheduled and not finished.
 
     budget      tokens that may still be added
     prompts     of these, tokens of prompts
-    entries     what is computed, in the order in which it was scheduled
+    entries     each chunk with its request, and the num_admissions of that
+    rows        the request of each decode row: it is not admitted again before the row is finished
     blocks      as in DecodeRows
     snapshots   each copy of a request's state after so many tokens, with its num_admissions
     """
@@ -222,7 +218,8 @@ class StepInFlight:
     pooled: bool
     budget: int
     prompts: int
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[tuple[Request, int, Chunk]] = field(default_factory=list)
+    rows: list[Request] = field(default_factory=list)
     blocks: list[tuple[int, tuple[NewBlocks, ...]]] = field(default_factory=list)
     snapshots: list[tuple[Copy, Request, int, int]] = field(default_factory=list)
     step: ScheduledStep = field(default_factory=lambda: ScheduledStep(()))
@@ -232,7 +229,7 @@ class StepInFlight:
         return (request.pooling is not None) == self.pooled
 
     def add(self, request: Request, chunk: Chunk) -> None:
-        self.entries.append((request, request.num_admissions, chunk.start, chunk))
+        self.entries.append((request, request.num_admissions, chunk))
         self.budget -= chunk.num_tokens
         self.prompts -= chunk.num_prompt_tokens
 
@@ -243,26 +240,13 @@ class StepInFlight:
         return max(min(self.budget, self.prompts), 0)
 
     @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        return tuple([chunk for *_, chunk in self.entries if chunk is not None])
-
-    @property
-    def decoding(self) -> DecodeRows:
-        rows = [(request.slot, start) for request, _, start, chunk in self.entries if chunk is None]
-        slots = tuple([slot for slot, _ in rows if slot is not None])
-        return DecodeRows(slots, tuple([start for _, start in rows]), tuple(self.blocks))
-
-    @property
     def requests(self) -> list[tuple[Request, Chunk | None]]:
         """The request of each chunk, then of each decode row."""
-        pairs = [(request, chunk) for request, *_, chunk in self.entries]
-        rows = [pair for pair in pairs if pair[1] is None]
-        return [pair for pair in pairs if pair[1] is not None] + rows
+        of_chunks = [(request, chunk) for request, _, chunk in self.entries]
+        return [*of_chunks, *[(request, None) for request in self.rows]]
 
     @property
     def num_sampling(self) -> int:
         """How many requests that have not ended the step samples tokens of."""
-        sampling = [
-            request for request, *_, chunk in self.entries if chunk is None or chunk.num_samples
-        ]
+        sampling = [request for request, _, chunk in self.entries if chunk.num_samples] + self.rows
         return sum(request.finish_reason is None for request in sampling)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from atomc.runtime.requests.request import FinishReason, Output, Request
 from atomc.runtime.requests.request_errors import RequestErrors
 from atomc.runtime.scheduling.blocks import BlockPool
-from atomc.runtime.scheduling.chunks import Chunks, Entry, StepInFlight
+from atomc.runtime.scheduling.chunks import Chunks, StepInFlight
 from atomc.runtime.scheduling.image_cache import ImageCache, computed_in_part
 from atomc.runtime.scheduling.image_limits import ImageLimits
 from atomc.runtime.scheduling.pixel_store import PixelStore
@@ -16,7 +16,7 @@ from atomc.runtime.scheduling.request_queues import RequestQueues
 from atomc.runtime.scheduling.snapshots import Snapshots
 from atomc.runtime.scheduling.state_rows import StateRows
 from atomc.runtime.scheduling.stats import Counters
-from atomc.runtime.scheduling.step import Chunk, ScheduledStep
+from atomc.runtime.scheduling.step import Chunk, DecodeRows, ScheduledStep
 
 # Each prompt token with log-probabilities takes a row of V fp32 logits.
 MOST_SCORED_ROWS = 128
@@ -229,7 +229,7 @@ class Scheduler:
             f"{len(tokens)} token lists and {len(decoded)} tokens, expected "
             f"{len(step.chunks)} and {step.num_decoding}"
         )
-        finished = self._finish_entries(in_flight.entries, tokens, decoded)
+        finished = self._finish_chunks(in_flight, tokens) + self._finish_rows(in_flight, decoded)
         for (_, row), request, end, admission in in_flight.snapshots:
             assert self.snapshots is not None
             failed = request.id in self.request_errors.failed
@@ -240,10 +240,14 @@ class Scheduler:
             Output(
                 request.id,
                 new,
-                finish_reason=request.finish_reason,
-                stop_reason=request.stop_reason,
-                num_cached=request.num_cached,
-                queue_seconds=request.queue_seconds,
+                None,
+                None,
+                request.finish_reason,
+                request.stop_reason,
+                request.num_cached,
+                None,
+                None,
+                request.queue_seconds,
             )
             for request, new in finished
         ]
@@ -257,9 +261,10 @@ class Scheduler:
         for (_, row), *_ in in_flight.snapshots:
             assert self.snapshots is not None
             self.snapshots.drop(row)
-        for request, admission, start, chunk in in_flight.entries:
+        starts = [chunk.start for chunk in step.chunks] + [*step.decoding.starts]
+        for (request, chunk), start in zip(in_flight.requests, starts, strict=True):
             request.num_in_flight -= chunk is None or chunk.num_samples > 0
-            if request.runs_since(admission):
+            if request.slot is not None:  # not preempted, nor ended
                 self.chunks.undo(request, start, chunk)
                 if start and self.state_rows is not None:
                     self._preempt(request)
@@ -304,17 +309,21 @@ class Scheduler:
         self._schedule_running(builder)
         if preempted == self.counters.preemptions:
             self._schedule_waiting(builder)
-        if not builder.entries:
+        if not (builder.entries or builder.rows):
             return None
         images, dropped = self.images.end()
         self.counters.images_encoded += len(images)
         builder.step = ScheduledStep(
-            builder.chunks,
+            tuple([chunk for *_, chunk in builder.entries]),
             pooled,
             self.queues.take_released(),
             images,
             dropped,
-            decoding=builder.decoding,
+            decoding=DecodeRows(
+                tuple([request.slot for request in builder.rows if request.slot is not None]),
+                tuple([request.computed - 1 for request in builder.rows]),
+                tuple(builder.blocks),
+            ),
             snapshots=tuple([copy for copy, *_ in builder.snapshots]),
         )
         return builder
@@ -326,18 +335,17 @@ class Scheduler:
             if not builder.budget or request.slot is None:  # preempted, and so are all after it
                 return
             if request.num_in_flight:
+                start = request.computed
                 # One token is to be computed, unless it is the last one or a draft is verified.
                 if (
                     not builder.pooled
                     and not request.draft
-                    and request.computed < request.max_length - 1
-                    and (request.computed % block_size or self._reserve_row(builder, request))
+                    and start < request.max_length - 1
+                    and (start % block_size or self._reserve_row(builder, request))
                 ):
-                    builder.entries.append(
-                        (request, request.num_admissions, request.computed, None)
-                    )
+                    builder.rows.append(request)
                     builder.budget -= 1
-                    request.computed += 1
+                    request.computed = start + 1
                     request.num_in_flight += 1
                     if self.snapshots is not None and not request.computed % block_size:
                         self._take_snapshot(builder, request)
@@ -530,21 +538,16 @@ class Scheduler:
         self.pool.release(request.id)
         self.prefixes.stop(request)
 
-    def _finish_entries(
-        self, entries: Sequence[Entry], tokens: Sequence[Sequence[int]], decoded: Sequence[int]
+    def _finish_rows(
+        self, in_flight: StepInFlight, decoded: Sequence[int]
     ) -> list[tuple[Request, tuple[int, ...]]]:
         """Requests with their new tokens. Few calls for a row, because there is one for every
         token.
         """
-        finished, block_size, borders = [], self.pool.block_size, self.pool.borders
-        num_rows = 0  # of the entries so far
-        for number, (request, admission, start, chunk) in enumerate(entries):
-            if chunk is not None:
-                new = self._finish_chunk(request, chunk, admission, tokens[number - num_rows])
-                finished += [(request, new)] if new is not None else []
-                continue
-            token = decoded[num_rows]
-            num_rows += 1
+        finished: list[tuple[Request, tuple[int, ...]]] = []
+        starts, block_size = in_flight.step.decoding.starts, self.pool.block_size
+        borders = self.pool.borders
+        for request, start, token in zip(in_flight.rows, starts, decoded, strict=True):
             if request.finish_reason is not None:
                 continue
             request.num_in_flight -= 1
@@ -552,27 +555,39 @@ class Scheduler:
                 request.tokens.append(token)
                 if token in request.last_ids or start + 2 == request.max_length:
                     request.finish()
-                if (start + 1) % block_size in borders and request.runs_since(admission):
+                if (start + 1) % block_size in borders and request.slot is not None:
                     self.chunks.cache_and_trim(request, start + 1)
                 if request.finish_reason is not None:
                     self._remove(request)
                 finished.append((request, (token,)))
-                self.counters.generated_tokens += 1
             except BaseException as error:  # as in RequestErrors.run
                 self.request_errors.fail(request.id, "appending its new tokens", error)
+        self.counters.generated_tokens += len(finished)
+        return finished
+
+    def _finish_chunks(
+        self, in_flight: StepInFlight, tokens: Sequence[Sequence[int]]
+    ) -> list[tuple[Request, tuple[int, ...]]]:
+        """As _finish_rows, for chunks."""
+        finished = []
+        for (request, admission, chunk), new in zip(in_flight.entries, tokens, strict=True):
+            if request.finish_reason is None:
+                added = self.request_errors.run(
+                    request.id,
+                    "appending its new tokens",
+                    self._finish_chunk,
+                    request,
+                    chunk,
+                    admission,
+                    new,
+                )
+                finished += [(request, added)] if added is not None else []
         return finished
 
     def _finish_chunk(
         self, request: Request, chunk: Chunk, admission: int, new: Sequence[int]
     ) -> tuple[int, ...] | None:
-        """As Chunks.finish; None for a request that has ended before."""
-
-        def finish() -> tuple[int, ...] | None:
-            added = self.chunks.finish(request, chunk, admission, new)
-            if request.finish_reason is not None:
-                self._remove(request)
-            return added
-
+        added = self.chunks.finish(request, chunk, admission, new)
         if request.finish_reason is not None:
-            return None
-        return self.request_errors.run(request.id, "appending its new tokens", finish)
+            self._remove(request)
+        return added

@@ -206,8 +206,8 @@ BUGS = [
     ),
     bug(
         "scheduler",
-        "and request.computed < request.max_length - 1",
-        "and request.computed < request.max_length",
+        "and start < request.max_length - 1",
+        "and start < request.max_length",
         f"{SCHEDULER} -k 'before_the_tokens or Machine'",
     ),
     bug(

@@ -627,10 +627,14 @@ def outputs_of(s, tokens):
     tokens: by request. Changes the scheduler, a copy.
     """
     outputs = []
-    for r, admission, start, chunk in s._in_flight.popleft().entries:
+    in_flight = s._in_flight.popleft()
+    rows = [
+        (r, r.num_admissions, Chunk(r.id, 0, (0,), start, (), num_samples=1))
+        for r, start in zip(in_flight.rows, in_flight.step.decoding.starts, strict=True)
+    ]
+    for r, admission, chunk in [*in_flight.entries, *rows]:
         if r.finish_reason is not None:
             continue
-        chunk = chunk or Chunk(r.id, 0, (0,), start, (), num_samples=1)
         new = tokens[r.id] if chunk.num_samples else ()
         added = s.chunks.finish(r, chunk, admission, new)
         if r.finish_reason is not None:
@@ -769,10 +773,9 @@ class Machine(RuleBasedStateMachine):
         step = self.s.next_step(prompt_limit)
         computed = decided(expected, prompt_limit)
         assert state_of(self.s) == state_of(expected)
-        assert sorted(computed) == sorted(shares(self.rows_as_chunks(step)) if step else [])
-        if step is not None:
-            entries = self.s._in_flight[-1].entries
-            assert [r.id for r, *_ in entries] == [name for name, *_ in computed]
+        rows = set() if step is None else {r.id for r in self.s._in_flight[-1].rows}
+        computed.sort(key=lambda share: share[0] in rows)  # chunks come before them
+        assert computed == (shares(self.rows_as_chunks(step)) if step else [])
         return step
 
     def rows_as_chunks(self, step):
