@@ -70,9 +70,8 @@ class StepOutputs:
         if self.pooled:
             results.pooled = dict(zip(self.pooled, next(arrived).tolist(), strict=True))
         if self.sampled is not None:
-            results.tokens, max_logits = next(arrived).tolist(), next(arrived)
-            results.is_finite = bool(max_logits.isfinite().all())
-            results.max_logits = max_logits.tolist()
+            results.tokens, results.max_logits = next(arrived).tolist(), next(arrived).tolist()
+            results.is_finite = isfinite(sum(results.max_logits))
             if self.sampled.logprobs is not None:
                 results.logprobs = dict(
                     zip(self.sampled.rows, self.sampled.logprobs.rows(next(arrived)), strict=True)
@@ -85,7 +84,10 @@ class StepOutputs:
 
 @dataclass
 class _HostResults:
-    """Results of one step on the host, by sampled row or by chunk."""
+    """Results of one step on the host, by sampled row or by chunk.
+
+    is_finite   whether the sum of max_logits is: if not, each of them is checked
+    """
 
     tokens: list[int] = field(default_factory=list)
     max_logits: list[float] = field(default_factory=list)
@@ -192,7 +194,7 @@ class OutputProcessor:
         step, states = outputs.step, outputs.states
         if self._apart is not None or any([chunk.scored for chunk in step.chunks]):
             self._device_times.begin()  # the logits are read before the host prepares the sampling
-        only_largest = self._apart is not None and mask is None and _only_largest(outputs)
+        only_largest = mask is None and _only_largest(outputs)
         if not only_largest:
             logits = self.whole(logits)
         ends = list(accumulate([chunk.num_output_rows for chunk in step.chunks], initial=0))
@@ -214,7 +216,7 @@ class OutputProcessor:
         if self._apart is not None and only_largest:
             outputs.sampled = Sampled(*self._apart.largest(logits))
         else:
-            outputs.sampled = self._sample(outputs, logits, mask)
+            outputs.sampled = self._sample(outputs, logits, mask, only_largest=only_largest)
         _force(step, outputs.sampled.tokens)
         if outputs.sampled.logprobs is not None:
             tables.insert(0, outputs.sampled.logprobs.table)
@@ -232,10 +234,15 @@ class OutputProcessor:
         if drafts is not None:
             outputs.drafts = self.host_copier.send(drafts)
 
-    def _sample(self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None) -> Sampled:
+    def _sample(
+        self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None, *, only_largest: bool
+    ) -> Sampled:
         """Sample; if that raises, fail the requests that cause it and repeat."""
         step, states = outputs.step, outputs.states
         try:
+            if only_largest:
+                self._device_times.begin()
+                return self.sampler.draw(logits, (), (), ())
             plain = [
                 (state.request, end)
                 for state, count, end, _ in samples(step, states)
@@ -303,10 +310,12 @@ def _only_largest(outputs: StepOutputs) -> bool:
     """Whether only the largest logits of the step are read. Equal on all ranks: it does not depend
     on what failed.
     """
-    sampled = [state for state, count, *_ in samples(outputs.step, outputs.states) if count]
-    return all([state.request.params.only_largest for state in sampled]) and not any(
-        [chunk.scored for chunk in outputs.step.chunks]
-    )
+    chunks, states = outputs.step.chunks, outputs.states
+    of_chunks = zip(chunks, states, strict=False)
+    sampled = [state for chunk, state in of_chunks if chunk.num_samples]
+    sampled += states[len(chunks) :]
+    scored = any([chunk.scored for chunk in chunks])
+    return not scored and all([state.only_largest for state in sampled])
 
 
 def _force(step: ScheduledStep, tokens: Tensor) -> None:

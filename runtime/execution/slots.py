@@ -17,6 +17,7 @@ T = TypeVar("T")
 class SlotState:
     """A request in its slot.
 
+    only_largest   as in SamplingParams
     counts   token counts, if it has penalties
     total    sum of the prompt's hidden states so far [D], for mean pooling
     error    why the request failed: it is its result, and further tokens are ignored
@@ -25,6 +26,7 @@ class SlotState:
     def __init__(self, request_id: str, request: Admission) -> None:
         self.request_id = request_id
         self.request = request
+        self.only_largest = request.params.only_largest
         self.counts = (
             RequestCounts(request.num_prompt, list(request.tokens))
             if request.params.penalized

@@ -31,6 +31,7 @@ def inverse_transform(
 ) -> tuple[Tensor, Tensor]:
     """Token ids [R] i64 sampled from logits [R, V], and the largest logit of each row [R].
 
+    params    of each row; () if all are greedy
     numbers   [R], uniform in [0, 1); not read if all rows are greedy
 
     The token is the first one, in order of ids, at which the cumulative probability of the

@@ -87,7 +87,7 @@ class Sampler:
         indices: Sequence[int],
     ) -> Sampled:
         """Sample rows of these logits, which nothing changes; arguments as in SampleSpec, one for
-        each row.
+        each row, or none if all are greedy.
         """
         is_random = any([of.temperature > 0 for of in params])
         numbers = uniform(seeds, indices) if is_random else np.zeros(0)
