@@ -266,6 +266,11 @@ class SamplingParams:
         return not changed and self.logprobs is None and self.prompt_logprobs is None
 
     @cached_property
+    def distribution(self) -> tuple[float, float, float, float]:
+        """temperature, top_k, top_p and min_p."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
+    @cached_property
     def filtered(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 

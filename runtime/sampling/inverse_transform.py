@@ -65,12 +65,12 @@ def _draw_on_gpu(
     kernel = kernels.load_module("atomc.kernels.triton.inverse_transform")
 
     V = logits.shape[-1]
-    rows = [
-        (min(of.temperature, MAX_TEMPERATURE), min(of.top_k or V, V), of.top_p, of.min_p, number)
-        for of, number in zip(params, numbers.tolist(), strict=True)
-    ]
-    packed = pack_to_device(logits.device, rows)
-    filtered = any(of.top_p < 1.0 or 0 < of.top_k < V for of in params)
+    rows = np.array([of.distribution for of in params], np.float64)
+    temperature, top_k, top_p, _ = rows.T
+    np.minimum(temperature, MAX_TEMPERATURE, out=temperature)
+    top_k[(top_k == 0) | (top_k > V)] = V
+    filtered = bool(((top_k < V) | (top_p < 1.0)).any())
+    packed = pack_to_device(logits.device, np.column_stack((rows, numbers)))
     drawn: tuple[Tensor, Tensor] = kernel.inverse_transform(
         logits, packed[..., 0], filtered=filtered
     )

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 
-def pack_to_device(device: torch.device, rows: Sequence[Sequence[float]]) -> Tensor:
+def pack_to_device(
+    device: torch.device, rows: Sequence[Sequence[float]] | npt.NDArray[np.float64]
+) -> Tensor:
     """[C, R, 1] f64 from R rows of C numbers, in one asynchronous copy. Integers below 2**53 are
     exact.
     """
