@@ -135,14 +135,18 @@ class InputBatch:
         to = self._views[self._turn]
         step = step or ScheduledStep(())
         chunks, decoding = step.chunks, step.decoding
-        ones = [1] * step.num_decoding
-        S = len(chunks) + len(ones)
-        counts = _i64([chunk.num_tokens for chunk in chunks] + ones)
-        starts = _i64([*[chunk.start for chunk in chunks], *decoding.starts])
-        slots = _i64([*[chunk.slot for chunk in chunks], *decoding.slots])
-        bounds = np.concatenate(([0], counts.cumsum()))
+        S = len(chunks) + step.num_decoding
+        slots, starts, *sizes = np.ones((5, S), np.int64)  # a decode row has one of each
+        counts, num_outputs, num_samples = sizes
+        slots[len(chunks) :], starts[len(chunks) :] = decoding.slots, decoding.starts
+        for i, chunk in enumerate(chunks):
+            slots[i], starts[i], counts[i] = chunk.slot, chunk.start, chunk.num_tokens
+            num_outputs[i], num_samples[i] = chunk.num_output_rows, chunk.num_samples
+        bounds = np.zeros(S + 1, np.int64)
+        counts.cumsum(out=bounds[1:])
         T = int(bounds[-1])
-        wanted = self._output_rows([chunk.num_output_rows for chunk in chunks] + ones, bounds)
+        ends, number = bounds[1:].repeat(num_outputs), num_outputs.cumsum().repeat(num_outputs)
+        wanted = ends - number + np.arange(len(ends))
         lens = starts + counts
         if shape is None:
             longest = int(lens.max(initial=0)) + max(self.drafts - 1, 0)
@@ -158,7 +162,7 @@ class InputBatch:
         _fill(to["seq_lens"], lens, sequences, 0)
         _fill(to["sequence_slots"], slots, sequences, self.slots)
         _fill(to["logits_rows"], wanted, shape.wanted, 0)
-        indices = np.arange(T) + np.repeat(starts - bounds[:-1], counts)
+        indices = np.arange(T) + (starts - bounds[:-1]).repeat(counts)
         self._write_positions(chunks, slots, to, rows, indices, bounds)
         if "is_image" in to:
             self._write_image_masks(chunks, to, rows, bounds)
@@ -168,13 +172,11 @@ class InputBatch:
         _fill(to["tokens"], _i64(tokens), rows, 0)
         to["sources"][:rows] = np.arange(rows)
         to["sources"][len(tokens) : T] = self.rows + slots[len(chunks) :]
-        num_samples = _i64([chunk.num_samples for chunk in chunks] + ones)
-        to["sample_slots"][: num_samples.sum()] = np.repeat(slots, num_samples)
-
+        to["sample_slots"][: num_samples.sum()] = slots.repeat(num_samples)
         self._update_tables(step, to)
         if self.drafts:
             self._write_drafts(chunks, to, shape, bounds)
-        sequence = np.repeat(slots, counts)
+        sequence = slots.repeat(counts)
         block, offset = np.divmod(indices, self.block_size)
         for g, table in enumerate(self._tables):
             first = table[sequence, block].astype(np.int64) * self.block_size
@@ -358,14 +360,6 @@ class InputBatch:
             padding = self.slots * self.columns
             _fill(to[f"new_places_{g}"], where, self.num_updates, padding)
             _fill(to[f"new_blocks_{g}"], what, self.num_updates, 0)
-
-    def _output_rows(self, counts: Sequence[int], bounds: Array) -> Array:
-        if max(counts, default=0) <= 1:
-            rows: Array = bounds[1:][_i64(counts) > 0] - 1
-            return rows
-        return np.concatenate(
-            [np.arange(end - count, end) for end, count in zip(bounds[1:], counts, strict=True)]
-        )
 
     def _field_sizes(self, *, images: bool) -> tuple[Sizes, Sizes, Sizes]:
         """The sizes of the fields that are flags, int32 and int64."""
