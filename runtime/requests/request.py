@@ -260,27 +260,27 @@ class Output:
     """The new tokens of a request since its last Output. msgspec can encode it.
 
     token_ids         the new tokens
-    logprobs          one per new token; None if not requested
-    prompt_logprobs   one per prompt token, the first None; only in the first Output
     finish_reason     "stop": a stop or end-of-sequence token; "length": max_tokens or max_model_len
                       reached; "abort"; "error": see error; None: not finished
     stop_reason       the stop token; None for the model's end-of-sequence tokens
     num_cached        prompt tokens from the prefix cache
+    queue_seconds     time between the request's arrival at the engine and its first admission
+    logprobs          one per new token; None if not requested
+    prompt_logprobs   one per prompt token, the first None; only in the first Output
     embedding         the pooled hidden state, for a request with `pooling`
     error             why the request failed
-    queue_seconds     time between the request's arrival at the engine and its first admission
     """
 
     request_id: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached: int = 0
+    queue_seconds: float = field(default=0.0, compare=False)
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     embedding: tuple[float, ...] | None = None
     error: RequestError | None = None
-    queue_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

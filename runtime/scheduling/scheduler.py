@@ -229,28 +229,14 @@ class Scheduler:
             f"{len(tokens)} token lists and {len(decoded)} tokens, expected "
             f"{len(step.chunks)} and {step.num_decoding}"
         )
-        finished = self._finish_chunks(in_flight, tokens) + self._finish_rows(in_flight, decoded)
+        outputs = self._finish_chunks(in_flight, tokens) + self._finish_rows(in_flight, decoded)
         for (_, row), request, end, admission in in_flight.snapshots:
             assert self.snapshots is not None
             failed = request.id in self.request_errors.failed
             self.counters.snapshots += self.snapshots.finish(
                 row, None if failed else request, end, admission
             )
-        return [
-            Output(
-                request.id,
-                new,
-                None,
-                None,
-                request.finish_reason,
-                request.stop_reason,
-                request.num_cached,
-                None,
-                None,
-                request.queue_seconds,
-            )
-            for request, new in finished
-        ]
+        return outputs
 
     def undo_step(self, step: ScheduledStep) -> None:
         """Revert the last scheduled step, which failed before or while it ran."""
@@ -538,13 +524,9 @@ class Scheduler:
         self.pool.release(request.id)
         self.prefixes.stop(request)
 
-    def _finish_rows(
-        self, in_flight: StepInFlight, decoded: Sequence[int]
-    ) -> list[tuple[Request, tuple[int, ...]]]:
-        """Requests with their new tokens. Few calls for a row, because there is one for every
-        token.
-        """
-        finished: list[tuple[Request, tuple[int, ...]]] = []
+    def _finish_rows(self, in_flight: StepInFlight, decoded: Sequence[int]) -> list[Output]:
+        """The output of each decode row. Few calls, because there is one for every token."""
+        outputs: list[Output] = []
         starts, block_size = in_flight.step.decoding.starts, self.pool.block_size
         borders = self.pool.borders
         for request, start, token in zip(in_flight.rows, starts, decoded, strict=True):
@@ -557,22 +539,25 @@ class Scheduler:
                     request.finish()
                 if (start + 1) % block_size in borders and request.slot is not None:
                     self.chunks.cache_and_trim(request, start + 1)
-                if request.finish_reason is not None:
+                reason = request.finish_reason
+                if reason is not None:
                     self._remove(request)
-                finished.append((request, (token,)))
+                cached, seconds = request.num_cached, request.queue_seconds
+                output = Output(request.id, (token,), reason, request.stop_reason, cached, seconds)
+                outputs.append(output)
             except BaseException as error:  # as in RequestErrors.run
                 self.request_errors.fail(request.id, "appending its new tokens", error)
-        self.counters.generated_tokens += len(finished)
-        return finished
+        self.counters.generated_tokens += len(outputs)
+        return outputs
 
     def _finish_chunks(
         self, in_flight: StepInFlight, tokens: Sequence[Sequence[int]]
-    ) -> list[tuple[Request, tuple[int, ...]]]:
-        """As _finish_rows, for chunks."""
-        finished = []
+    ) -> list[Output]:
+        """The outputs of chunks."""
+        outputs = []
         for (request, admission, chunk), new in zip(in_flight.entries, tokens, strict=True):
             if request.finish_reason is None:
-                added = self.request_errors.run(
+                output = self.request_errors.run(
                     request.id,
                     "appending its new tokens",
                     self._finish_chunk,
@@ -581,13 +566,16 @@ class Scheduler:
                     admission,
                     new,
                 )
-                finished += [(request, added)] if added is not None else []
-        return finished
+                outputs += [output] if output is not None else []
+        return outputs
 
     def _finish_chunk(
         self, request: Request, chunk: Chunk, admission: int, new: Sequence[int]
-    ) -> tuple[int, ...] | None:
+    ) -> Output | None:
         added = self.chunks.finish(request, chunk, admission, new)
         if request.finish_reason is not None:
             self._remove(request)
-        return added
+        if added is None:
+            return None
+        queued = request.num_cached, request.queue_seconds
+        return Output(request.id, added, request.finish_reason, request.stop_reason, *queued)

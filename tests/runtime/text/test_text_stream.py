@@ -136,11 +136,11 @@ def test_logprobs_come_with_their_tokens_and_stop_with_them():
     tokens = tuple(token for letter in "abXc" for token in ids(letter))
     logprobs = tuple(TokenLogprobs(token, -1.0, 1, ()) for token in tokens)
     stream = TextStream(DEMO, [], SamplingParams(stop=("X",)))
-    assert stream.add(Output("a", tokens, logprobs)) == TextDelta(
+    assert stream.add(Output("a", tokens, logprobs=logprobs)) == TextDelta(
         "ab", tokens[:3], logprobs[:3], "stop", "X"
     )
     assert stream.finished
-    assert stream.add(Output("a", tokens[3:], logprobs[3:])) == TextDelta()
+    assert stream.add(Output("a", tokens[3:], logprobs=logprobs[3:])) == TextDelta()
 
 
 def test_without_a_tokenizer_there_are_tokens_only():

@@ -60,7 +60,7 @@ def test_all_else_is_sent_as_it_is() -> None:
     outputs = [
         Output("1/0", (5, 6)),
         Output("2/0", (5,), finish_reason="stop", stop_reason=5),
-        Output("3/0", (1,), SCORES),
+        Output("3/0", (1,), logprobs=SCORES),
         Output("4/0", (), finish_reason="abort"),
     ]
     progress = sent(set(), *outputs)
