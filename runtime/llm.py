@@ -22,7 +22,7 @@ from atomc.runtime.engine import Engine
 from atomc.runtime.execution.loading.load import config_folder
 from atomc.runtime.interrupts import interrupts_delayed
 from atomc.runtime.requests.request import Completion, PromptImage, Request, siblings
-from atomc.runtime.requests.request_errors import RequestErrors, RequestFailed
+from atomc.runtime.requests.request_errors import RequestFailed, wrap_error
 from atomc.runtime.requests.sampling_params import SamplingParams, truncated
 from atomc.runtime.text.detokenizer import encode
 from atomc.runtime.turns import Turns
@@ -107,7 +107,6 @@ class LLM:
         self._turns = Turns(self.program.device)
         self._async_calls = AsyncCalls(self._turns)
         self._builders: dict[str, tuple[LLMCall, CompletionBuilder]] = {}
-        self._request_errors = RequestErrors()
         self._folder = None if module is not None else config_folder(config)
         self._chat_prompts: ChatPrompts | None = None
 
@@ -412,9 +411,10 @@ class LLM:
             call, builder = self._builders.get(output.request_id, (None, None))
             if call is None or builder is None or builder.finish_reason is not None:
                 continue
-            self._request_errors.run(output.request_id, "detokenizing", builder.add, output)
-            for error in self._request_errors.take().values():
-                builder.fail(error)
+            try:
+                builder.add(output)
+            except BaseException as error:  # as in RequestErrors.run
+                builder.fail(wrap_error(output.request_id, "detokenizing", error))
             call.note(builder)
             if call.abandoned:
                 self._remove(call)
