@@ -309,7 +309,8 @@ class Engine:
         """
         self._steps_to_capture -= 1
         may_capture = self._steps_to_capture <= 0 and self._prompt_budget is None  # bounds gaps
-        if may_capture and self.capture_graph(least=1):
+        if may_capture and any(self._runner.missing.values()):
+            self.capture_graph()
             self._steps_to_capture = CAPTURE_STEPS
         began, self._waited = time.perf_counter(), 0.0
         # More than one is in flight after a call that failed while it read results.
@@ -342,15 +343,14 @@ class Engine:
         return outputs
 
     @torch_modes_off()
-    def capture_graph(self, least: int = 0) -> bool:
-        """Capture the CUDA graphs of the missing shape that the most steps would have had, at least
-        so many; False if there is none. `step` does it now and then, a caller without work may.
+    def capture_graph(self) -> bool:
+        """Capture the CUDA graphs of the missing shape that the most steps would have had; False if
+        none is missing. `step` does it now and then, a caller without work may.
         """
         missing = self._runner.missing
-        shape = max(missing, key=missing.__getitem__, default=None)
-        if shape is None or missing[shape] < least:
+        if not missing:
             return False
-        self._runner.capture_missing(shape)
+        self._runner.capture_missing(max(missing, key=missing.__getitem__))
         return True
 
     def embed(
