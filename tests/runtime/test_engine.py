@@ -55,7 +55,7 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    ("count", "most"), [pytest.param(256, 9, marks=pytest.mark.rotating), (64, 13.5)]
+    ("count", "most"), [pytest.param(256, 8.2, marks=pytest.mark.rotating), (64, 13)]
 )
 def test_a_decode_step_makes_few_calls_for_each_request(count, most, monkeypatch):
     steps = 32  # some requests cross a block border in each
