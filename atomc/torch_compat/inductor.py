@@ -216,13 +216,13 @@ def kernels_at_once() -> Iterator[None]:
         else:
             waits.append(lambda: wait(kernels, scope))
 
-    def triton_in_thread(kernels: AsyncCompile, *kernel: str) -> Any:
+    def triton_in_thread(kernels: AsyncCompile, *kernel: str, **device: str) -> Any:
         if threading.get_ident() != thread or get_compile_threads() == 1 or processes_are_ready():
-            return triton(kernels, *kernel)
-        return threads.submit(triton_now, kernels, *kernel)
+            return triton(kernels, *kernel, **device)
+        return threads.submit(triton_now, kernels, *kernel, **device)
 
-    def triton_now(kernels: AsyncCompile, *kernel: str) -> Any:
-        compiled: Any = triton(kernels, *kernel)
+    def triton_now(kernels: AsyncCompile, *kernel: str, **device: str) -> Any:
+        compiled: Any = triton(kernels, *kernel, **device)
         return compiled.result() if hasattr(compiled, "result") else compiled
 
     with (

@@ -140,7 +140,7 @@ def test_tritons_kernels_are_compiled_at_once_before_inductors_processes_are_rea
     monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: ready)
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
 
-    def compiled(kernels: AsyncCompile, name: str, source: str) -> str:
+    def compiled(kernels: AsyncCompile, name: str, source: str, device_str: str) -> str:
         if not ready:
             both.wait()
         settings.append(os.environ.get("TRITON_CACHE_DIR"))
@@ -153,10 +153,10 @@ def test_tritons_kernels_are_compiled_at_once_before_inductors_processes_are_rea
     with kernels_at_once():
         os.environ["TRITON_CACHE_DIR"] = "Inductor's"
         for name in ("first", "second"):
-            scope[name] = AsyncCompile().triton(name, "code")
+            scope[name] = AsyncCompile().triton(name, "code", device_str="cuda")
         AsyncCompile().wait(scope)
         ready = True
-        assert AsyncCompile().triton("third", "code") == "third of code"
+        assert AsyncCompile().triton("third", "code", "cuda") == "third of code"
     assert scope == {"first": "first of code", "second": "second of code"}
     assert settings == ["Inductor's"] * 3
     assert "TRITON_CACHE_DIR" not in os.environ
