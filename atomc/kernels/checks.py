@@ -180,9 +180,13 @@ def scattered_slots(slots: Tensor) -> Refusal | None:
 
 
 def scattered_blocks(*caches: Tensor) -> Refusal | None:
-    """Refuse a cache [blocks, block_size, ...] whose blocks are not contiguous in memory."""
+    """Refuse a cache [blocks, block_size, ...] of several blocks whose slots are not equally far
+    apart in memory.
+    """
     for cache in caches:
-        if not known_equal(cache.stride(0), cache.shape[1] * cache.stride(1)):
+        if not known_equal(cache.shape[0], 1) and not known_equal(
+            cache.stride(0), cache.shape[1] * cache.stride(1)
+        ):
             return Refusal("layout", "the blocks of the cache are not contiguous")
     return None
 

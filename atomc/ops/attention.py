@@ -159,6 +159,15 @@ def loaded_values(cached: Tensor, scale: Tensor | None, dtype: torch.dtype) -> T
     return cached.to(dtype) if scale is None else (cached.to(torch.float32) * scale).to(dtype)
 
 
+def slots_of_rows(k: Tensor, slots: Tensor, block_size: int) -> Tensor:
+    """The slot of each row of k, [rows] i64, where sequences may share their offsets (kv_write)."""
+    num_sequences = math.prod(k.shape[:-2]) // max(len(slots), 1)
+    if num_sequences < 2:
+        return slots
+    first = block_size * torch.arange(num_sequences, device=slots.device)[:, None]
+    return torch.where(slots < 0, slots, first + slots).flatten()
+
+
 @op(
     kind=Kind.STATE_WRITE,
     rows=None,
@@ -178,10 +187,12 @@ def kv_write(
     """Write row t of k and v [..., K, D] (T rows in total) to slot slots[t] of the caches; slot -1
     writes nothing (vLLM, Kwon et al. 2023).
 
-    slots [T] i64 = block * block_size + offset. Returns an empty token, [0], which ops that read
-    the caches take as an operand, so that no pass can reorder them.
+    slots [T] i64 = block * block_size + offset; or, of k [B, T, K, D], the offsets [T] that all
+    sequences share: sequence b has block b. Returns an empty token, [0], which ops that read the
+    caches take as an operand, so that no pass can reorder them.
     """
     block_size = k_cache.shape[1]
+    slots = slots_of_rows(k, slots, block_size)
     rows = slots >= 0
     block, offset = slots[rows] // block_size, slots[rows] % block_size
     k_cache[block, offset] = stored_values(k.reshape(-1, *k.shape[-2:])[rows], k_cache, k_scale)

@@ -60,6 +60,7 @@ CACHE = torch.ones(4, 16, 2, 8)
             Refusal("layout", "slots are not a contiguous vector"),
         ),
         (checks.scattered_blocks(CACHE), None),
+        (checks.scattered_blocks(CACHE[:1, :8]), None),
         (
             checks.scattered_blocks(CACHE, CACHE[:, :8]),
             Refusal("layout", "the blocks of the cache are not contiguous"),

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 CALLS = (
     "kv_write/fp8 with scales",
     "rope_kv_write/fp8, scales",
+    "rope_kv_write/dense, batch",
     "qk_norm_rope_kv_write/fp8, scales",
     "attention/one token, split keys",
     "paged_attention/fp8 with scales, decode",

@@ -24,6 +24,7 @@ assert kernels.load("triton") is None
 H200, MI300 = Platform.named("h200"), Platform.named("gfx942")
 # As where the ranks of the examples' group have opened memory of each other.
 AMONG_PEERS = replace(H200, peer_groups=(("0", ""),))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRITON = [
     kernel for op in ops.REGISTRY.values() for kernel in op.kernels if kernel.provider == "triton"
 ]
@@ -73,6 +74,12 @@ def test_a_gpu_takes_the_first_example_of_each_op(kernel: ops.Kernel) -> None:
     assert refusal_text(kernel, AMONG_PEERS, example_of(kernel)) is None
 
 
+# A token of each of three sequences, whose caches are [3, 2, 16, 64], transposed.
+SHARED_OFFSETS = {
+    "slots": torch.zeros(1, dtype=torch.int64),
+    **dict.fromkeys(("k", "v"), normal(3, 1, 2, 64)),
+    **dict.fromkeys(("k_cache", "v_cache"), normal(3, 2, 16, 64).transpose(1, 2)),
+}
 ALIKE = "written for torch.bfloat16 or torch.float16 or torch.float32, all of one dtype"
 
 
@@ -147,6 +154,16 @@ ALIKE = "written for torch.bfloat16 or torch.float16 or torch.float32, all of on
             "kv_write",
             {"k_cache": normal(16, 5, 2, 64).transpose(0, 1)},
             "the blocks of the cache are not contiguous",
+        ),
+        (
+            "kv_write",
+            SHARED_OFFSETS | {"k_cache": normal(6, 2, 16, 64)[::2].transpose(1, 2)},
+            "the blocks of keys are not a number of slots apart",
+        ),
+        (
+            "kv_write",
+            SHARED_OFFSETS | {"v_cache": normal(3, 16, 2, 64)},
+            "keys and values differ in how many slots their blocks are apart",
         ),
         (
             "linear",
@@ -293,3 +310,12 @@ def test_kernels_that_start_before_the_last_one_ends_read_what_it_wrote(tokens: 
                 cache.fill_(GARBAGE)
         together = step(lambda: None)
         assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
+
+
+@pytest.mark.parametrize("case", ["dense", "dense, batch"])
+def test_tokens_behind_the_end_of_a_cache_are_written_nowhere(case: str) -> None:
+    call = CASES["kv_write"][case](Draw(torch.float32, DEVICE))
+    before = call["k_cache"].clone(), call["v_cache"].clone()
+    kernel_of("kv_write").function(**call | {"slots": call["slots"] * 0 + 16})
+    assert torch.equal(call["k_cache"], before[0])
+    assert torch.equal(call["v_cache"], before[1])

@@ -32,6 +32,21 @@ def written(
     return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": draw.ints(slots)}
 
 
+def dense(draw: Draw, batch: int, positions: range, width: int = 64, v_width: int = 64) -> Any:
+    """New tokens [batch, T, 2, width] at the same positions of all sequences of caches [batch, 2,
+    16, width], transposed: a block is a sequence, and its heads follow each other.
+    """
+    shapes = {"k": width, "v": v_width}
+    caches = {
+        f"{name}_cache": draw.normal(batch, 2, 16, columns).transpose(1, 2)
+        for name, columns in shapes.items()
+    }
+    rows = {
+        name: draw.normal(batch, len(positions), 2, columns) for name, columns in shapes.items()
+    }
+    return rows | caches | {"slots": draw.ints(list(positions))}
+
+
 def narrow_values(draw: Draw) -> tuple[Tensor, Tensor]:
     """Values and a cache of them for seven tokens of two heads, 32 wide."""
     return draw.normal(7, 2, 32), draw.caches([16], 2, 32)[1]
@@ -58,6 +73,14 @@ KV_WRITE: Cases = {
     "batch": lambda draw: (
         written(draw, [range(9, 16), range(0, 7)])
         | {"k": draw.normal(2, 7, 2, 64), "v": draw.normal(2, 7, 2, 64)}
+    ),
+    "dense": lambda draw: dense(draw, 1, range(9, 10)),
+    "dense, several tokens": lambda draw: dense(draw, 1, range(3, 10)),
+    "dense, batch": lambda draw: dense(draw, 3, range(15, 16)),
+    "dense, batch, several tokens": lambda draw: dense(draw, 3, range(3, 10), v_width=32),
+    "shared offsets, some nowhere": lambda draw: (
+        {name: x.contiguous() for name, x in dense(draw, 3, range(3, 6)).items()}
+        | {"slots": draw.ints([5, -1, 0])}
     ),
     "fp8": lambda draw: written(draw, [range(9, 42), range(0, 3)], skip=(0, 7), cache=E4M3),
     "fp8 with scales": lambda draw: (
@@ -90,8 +113,18 @@ def rope_written(
     return arguments | {"cos": cos, "sin": sin, "rope_style": rope_style}
 
 
+def dense_rope_written(draw: Draw, batch: int, table_batch: int) -> dict[str, Any]:
+    """A token of each sequence, with tables of their own or for all."""
+    arguments = dense(draw, batch, range(9, 10)) | {"rope_style": "neox"}
+    tables = {name: draw.normal(table_batch, 1, 1, 64) for name in ("cos", "sin")}
+    return arguments | tables | {"q": draw.normal(batch, 1, 8, 64)}
+
+
 ROPE_KV_WRITE: Cases = {
     **{style: partial(rope_written, rope_style=style) for style in ROPE_STYLES},
+    "dense": partial(dense_rope_written, batch=1, table_batch=1),
+    "dense, batch": partial(dense_rope_written, batch=3, table_batch=3),
+    "dense, batch, one position": partial(dense_rope_written, batch=3, table_batch=1),
     **{
         f"{style}, packed, partial": partial(
             rope_written, packed=True, width=80, rotated=32, rope_style=style
@@ -140,6 +173,9 @@ QK_NORM_ROPE_KV_WRITE: Cases = {
     "one key head, narrow": partial(norm_rope_written, heads=(6, 1), width=8),
     "fp32 weight": partial(norm_rope_written, weight=torch.float32),
     "fp32 tables": partial(norm_rope_written, table=torch.float32),
+    "dense, batch": lambda draw: (
+        dense_rope_written(draw, 3, 3) | qk_weights(draw, 64, None) | {"norm_style": "after"}
+    ),
 }
 
 FP8_WRITES: dict[str, Any] = {

@@ -17,6 +17,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import scattered_blocks, scattered_slots, strided, unlike, unsupported
 from atomc.kernels.triton.launch.launch import (
+    MAX_DIMS,
     at,
     begin,
     inner_sizes,
@@ -43,6 +44,38 @@ class Cache(NamedTuple):
 
 def cache_of(cache: Tensor, scale: Tensor | None) -> Cache:
     return Cache(byte_view(cache), scale, *cache.stride()[1:3])
+
+
+class Slots(NamedTuple):
+    """The slots of rows as one argument of a kernel.
+
+    end    slots from here on are written nowhere, as those before 0
+    apart  how far the slots of a sequence are from those of the one before, which has the same
+           offsets; None: each token has a slot of its own
+    """
+
+    ptr: Tensor
+    end: int
+    apart: int | None
+
+
+def kernel_slots(slots: Tensor, k: Tensor, cache: Tensor) -> Slots:
+    """In tokens of the cache, whose blocks need not follow each other where sequences share
+    offsets.
+    """
+    blocks, block_size = cache.shape[:2]
+    if _are_shared(slots, k):
+        return Slots(slots, block_size, cache.stride(0) // cache.stride(1))
+    return Slots(slots, blocks * block_size, None)
+
+
+def _are_shared(slots: Tensor, k: Tensor) -> bool:
+    """Whether slots are offsets that all sequences of k [B, T, K, D] share (ops.kv_write)."""
+    return (
+        k.dim() == MAX_DIMS
+        and not known_equal(k.shape[0], 1)
+        and known_equal(slots.shape[0], k.shape[1])
+    )
 
 
 @triton.jit
@@ -111,6 +144,18 @@ def copy_rows(
 
 
 @triton.jit
+def slot_of(slots, token, inside, d1):
+    """The slots of tokens, -1 for those that have none. d1: the tokens of a sequence."""
+    if slots.apart is None:
+        slot = tl.load(slots.ptr + token, inside, -1)
+        return tl.where(slot < slots.end, slot, -1)
+    else:
+        slot = tl.load(slots.ptr + token % d1, inside, -1)
+        first = (token // d1).to(tl.int64) * slots.apart
+        return tl.where((slot >= 0) & (slot < slots.end), first + slot, -1)
+
+
+@triton.jit
 def cache_at(cache, slot, row, HEADS: constexpr):
     """Pointers to rows (token * HEADS + head) in a Cache; the token is in this slot."""
     return cache.ptr + slot * cache.token + (row % HEADS).to(tl.int64) * cache.head
@@ -140,7 +185,7 @@ def _kv_write(
     v,
     k_cache,
     v_cache,
-    slots_ptr,
+    slots,
     rows,
     d1,
     HEADS: constexpr,
@@ -153,7 +198,7 @@ def _kv_write(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     begin(PDL)
-    slot = tl.load(slots_ptr + row // HEADS, row < rows, -1)
+    slot = slot_of(slots, row // HEADS, row < rows, d1)
     cache_rows(k, k_cache, slot, row, d1, HEADS, D, CODES, BY_BITS)
     cache_rows(v, v_cache, slot, row, d1, HEADS, DV, CODES, BY_BITS)
 
@@ -227,7 +272,24 @@ def refuse_kv_write(
         return reason
     if k.dim() not in (3, 4) or v.dim() != k.dim():
         return Refusal("shape", "keys and values must be [T, K, D] or [B, T, K, D]")
-    return scattered_slots(slots) or scattered_blocks(k_cache, v_cache)
+    return scattered_slots(slots) or (
+        _scattered_sequences(k_cache, v_cache)
+        if _are_shared(slots, k)
+        else scattered_blocks(k_cache, v_cache)
+    )
+
+
+def _scattered_sequences(k_cache: Tensor, v_cache: Tensor) -> Refusal | None:
+    """Refuse caches of which no number of slots leads from each block to the next, in both."""
+    apart, token, head = k_cache.stride()[:3]
+    _, size, heads, _ = k_cache.shape
+    contiguous = known_equal(apart, size * token)
+    heads_first = known_equal(apart, heads * head) and known_equal(head, size * token)
+    if not contiguous and not heads_first:
+        return Refusal("layout", "the blocks of keys are not a number of slots apart")
+    if not known_equal(apart * v_cache.stride(1), v_cache.stride(0) * token):
+        return Refusal("layout", "keys and values differ in how many slots their blocks are apart")
+    return None
 
 
 @ops.kv_write.kernel("triton", layout="paged", refuses=refuse_kv_write, tuned_for=HEAD_ROWS.archs)
@@ -247,7 +309,7 @@ def kv_write(
             *map(rows_of, (k, v)),
             cache_of(k_cache, k_scale),
             cache_of(v_cache, v_scale),
-            slots,
+            kernel_slots(slots, k, k_cache),
             rows,
             d1,
             HEADS=heads,

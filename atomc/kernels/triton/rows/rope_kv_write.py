@@ -23,7 +23,9 @@ from atomc.kernels.triton.rows.kv_write import (
     cache_rows,
     codes_of,
     inverse_scale,
+    kernel_slots,
     refuse_kv_write,
+    slot_of,
 )
 from atomc.kernels.triton.rows.rope import (
     empty_rows,
@@ -47,7 +49,7 @@ def _rope_kv_write(
     q_out,
     k_cache,
     v_cache,
-    slots_ptr,
+    slots,
     q_rows,
     k_rows,
     q_programs,
@@ -74,7 +76,7 @@ def _rope_kv_write(
         inside = row < k_rows
         sizes = (d1, K_HEADS)
         parts = rotated(k, row, inside, sizes, k_weight_ptr, tables, eps, OUT, PARTS, NORM)
-        slot = tl.load(slots_ptr + row // K_HEADS, inside, -1)
+        slot = slot_of(slots, row // K_HEADS, inside, d1)
         target, inverse = cache_at(k_cache, slot, row, K_HEADS), inverse_scale(k_cache.scale)
         store_parts(target, slot >= 0, parts, inverse, PARTS, CODES, BY_BITS)
         cache_rows(v, v_cache, slot, row, d1, K_HEADS, DV, CODES, BY_BITS)
@@ -114,7 +116,7 @@ def _launch_with_write(
             rows_of(q_out),
             cache_of(k_cache, k_scale),
             cache_of(v_cache, v_scale),
-            slots,
+            kernel_slots(slots, k, k_cache),
             q_rows,
             k_rows,
             q_programs,
