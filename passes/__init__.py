@@ -42,7 +42,7 @@ from atomc.passes.fuse import (
     quantizers_before_views,
     sums_behind_views,
 )
-from atomc.passes.merge import linears, shared_expert
+from atomc.passes.merge import counters, linears, shared_expert
 from atomc.passes.recognize import (
     attention,
     cat_of_slices,
@@ -218,6 +218,7 @@ PIPELINE: tuple[Pass, ...] = (
         cleanup=True,
     ),
     Pass("reinplace", reinplace.reinplace),
+    Pass("counters", counters.counters, after=["reinplace"], cleanup=True),
 )
 
 # Once per range of token counts: latent attention and the indexer get the form that kernels serve

@@ -30,7 +30,7 @@ from atomc.torch_compat.tracing import fake_mode_of, tracing_context
 _TRIVIAL = (
     "view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice",
     "select", "t", "expand", "split", "split_with_sizes", "unbind", "getitem", "sym_size", "alias",
-    "detach",
+    "detach", "_foreach_add_",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import operator
 
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from atomc.graph.node_record import record_of
 from atomc.ops.op import REGISTRY
@@ -35,10 +36,9 @@ def mutated(node: Node) -> list[Node]:
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.is_mutable:
         return []
-    written = []
+    written: list[Node] = []
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             operand = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            if isinstance(operand, Node):
-                written.append(operand)
+            map_arg(operand, written.append)  # one tensor, or a list of them
     return written

@@ -23,6 +23,14 @@ def test_a_lowered_call_writes_what_its_op_says_by_place_and_by_name() -> None:
         assert mutated(call) == [given[name] for name in op.mutates]
 
 
+def test_a_call_on_a_list_of_tensors_writes_each_of_them() -> None:
+    graph = Graph()
+    tensors = [graph.placeholder(name) for name in "ab"]
+    assert (
+        mutated(graph.call_function(torch.ops.aten._foreach_add_.Scalar, (tensors, 1))) == tensors
+    )
+
+
 def test_a_lowered_call_that_writes_nothing() -> None:
     graph = Graph()
     call = graph.call_function(torch.neg, (graph.placeholder("x"),))
