@@ -40,6 +40,7 @@ from atomc.passes.fuse import (
     norm_quant,
     qk_norm_rope,
     quantizers_before_views,
+    static_cache,
     sums_behind_views,
 )
 from atomc.passes.merge import counters, linears, shared_expert
@@ -219,6 +220,7 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     Pass("reinplace", reinplace.reinplace),
     Pass("counters", counters.counters, after=["reinplace"], cleanup=True),
+    Pass("static_cache", static_cache.static_cache, after=["counters"], by_site=True),
 )
 
 # Once per range of token counts: latent attention and the indexer get the form that kernels serve

@@ -2,6 +2,7 @@
 no GPU.
 """
 
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -170,6 +171,15 @@ def repeated(monkeypatch):
 
     monkeypatch.setattr(callable_of, "Repeated", Noted)
     return callables
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """Triton's kernels are chosen, as on an H200, for tensors on the CPU."""
+    from atomc.platform import Platform
+
+    platform = dataclasses.replace(Platform.named("h200"), device="cpu", here=True)
+    monkeypatch.setattr(Platform, "detect", staticmethod(lambda device=None: platform))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """transformers' own generate with a static cache, through the backend."""
 
+from typing import Any
+
 import pytest
 import torch
 from rewriting import since
@@ -25,21 +27,29 @@ TINY = {
 NEW_TOKENS = 12
 
 
-@pytest.fixture
-def model():
+def tiny(name: str, **sizes: Any):
+    """A model of this type with random weights."""
     torch.manual_seed(0)
-    made = (
-        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY)).eval().requires_grad_(False)
-    )
+    config = transformers.AutoConfig.for_model(name, **TINY, **sizes)
+    made = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for parameter in made.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     return made.to(DEVICE)
 
 
+def prompts(batch: int) -> Tensor:
+    return torch.randint(1, 256, (batch, 9), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+@pytest.fixture
+def model():
+    return tiny("qwen3")
+
+
 @pytest.fixture
 def ids() -> Tensor:
-    return torch.randint(1, 256, (2, 9), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    return prompts(2)
 
 
 def generated(model, ids, **kwargs):
@@ -67,8 +77,45 @@ def test_the_cache_is_written_in_place_and_never_copied(model, ids) -> None:
     written = decode.matches["reinplace"]
     assert written >= 2 * TINY["num_hidden_layers"]  # keys and values of each layer
     final = decode.stages[-1].text
-    assert final.count("aten.index_copy_(") == 2 * TINY["num_hidden_layers"]
+    copies = final.count("aten.index_copy_(") + 2 * decode.matches["static_cache"]
+    assert copies == 2 * TINY["num_hidden_layers"]
     assert "aten.copy_" not in final
+
+
+# A window of 12 tokens is full after three new ones.
+WINDOWED = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.rotating(each_case=2)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "sizes", "op"),
+    [
+        ("qwen3", {}, "qk_norm_rope_kv_write"),
+        ("gemma3_text", WINDOWED, "qk_norm_rope_kv_write"),
+        ("llama", {}, "rope_kv_write"),
+        ("olmo2", {}, "rope_kv_write"),
+    ],
+)
+def test_on_a_gpu_a_layer_writes_its_cache_by_one_kernel(
+    name: str, sizes: dict[str, Any], op: str, batch: int, request: pytest.FixtureRequest
+) -> None:
+    pytest.importorskip("triton")
+    if DEVICE == "cpu":
+        request.getfixturevalue("pretended_gpu")
+    model, ids = tiny(name, **sizes), prompts(batch)
+    mask = torch.ones_like(ids)
+    if batch > 1:
+        mask[0, :2] = 0
+    calls = [(ids, mask), (ids.flip(1), torch.ones_like(ids))]
+    expected = [generated(model, x, attention_mask=m, disable_compile=True) for x, m in calls]
+    before = atomc.reports()
+    model.forward = torch.compile(model.forward, backend="atom", options={"glue": "eager"})
+    for (x, m), tokens in zip(calls, expected, strict=True):
+        assert torch.equal(generated(model, x, attention_mask=m, disable_compile=True), tokens)
+    written = [report for report in since(before) if report.matches["static_cache"]]
+    assert [kernel.op for kernel in written[0].kernels].count(op) == TINY["num_hidden_layers"]
+    assert not any("aten.index_copy_" in report.stages[-1].text for report in written)
 
 
 def test_caches_of_another_length_fuse_as_the_first_did(model, ids) -> None:

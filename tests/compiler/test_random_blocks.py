@@ -5,7 +5,6 @@ gives, inside its tensors.
 import os
 import random
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 import atomc
 from atomc import ops
-from atomc.platform import Platform
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -201,13 +199,6 @@ def strides(x: Tensor) -> list[int]:
     return [
         stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and x.numel()
     ]
-
-
-@pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's kernels are chosen, as on an H200, for tensors on the CPU."""
-    platform = replace(Platform.named("h200"), device="cpu", here=True)
-    monkeypatch.setattr(Platform, "detect", staticmethod(lambda device=None: platform))
 
 
 @pytest.mark.rotating(each_case=3)
