@@ -45,10 +45,10 @@ Example = dict[str, ExampleValue]
 
 
 def tensor_example(
-    *shape: int, dtype: torch.dtype | OneOf[torch.dtype] = torch.bfloat16, device: str = "cpu"
+    *shape: int, dtype: torch.dtype | OneOf[torch.dtype] = torch.bfloat16, device: str = "meta"
 ) -> Tensor | OneOf[Tensor]:
-    """A tensor of which only the sizes and the dtype count. device: "meta" for a pattern that is
-    another one on GPUs.
+    """A tensor of which only the sizes and the dtype count. device: "cpu" for a pattern that is
+    another one on CPUs.
 
     With a `OneOf` as dtype, the site may have any of these dtypes. If the same `OneOf` is also an
     argument of the example, that argument is captured and equals the dtype.

@@ -28,7 +28,6 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     guard_or_false,
@@ -48,7 +47,6 @@ from atomc.torch_compat.core import (
     Outputs,
     autocast_is_on,
     modes_restored,
-    outside_of_tracing,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +62,6 @@ __all__ = [
     "ShortenTraceback",
     "TracingError",
     "guard_or_false",
-    "make_fx",
     "statically_known_true",
     "sym_eq",
 ]
@@ -483,22 +480,6 @@ def _no_memory_formats() -> Iterator[None]:
         yield
     finally:
         names["_extract_tensor_metadata"] = _extract_tensor_metadata
-
-
-def trace_with_symbolic_sizes(function: Callable[..., T], *args: Tensor) -> Graph:
-    """The graph of a function traced with symbolic sizes; equal sizes have one symbol."""
-    with outside_of_tracing():
-        mode = FakeTensorMode(shape_env=ShapeEnv())
-        mode.cache_enabled = False  # entries with symbolic sizes are expensive, and are not reused
-        fakes = [mode.from_tensor(argument) for argument in args]
-        with sizes_stay_symbolic(), _no_memory_formats():
-            return make_fx(function, tracing_mode="fake")(*fakes).graph
-
-
-def trace_with_static_sizes(function: Callable[..., T], *args: Tensor) -> Graph:
-    """The graph of a function traced with the sizes of its arguments: a tenth of the time."""
-    with outside_of_tracing():
-        return make_fx(function, tracing_mode="fake")(*args).graph
 
 
 def new_unbacked_size(mode: FakeTensorMode) -> torch.SymInt:

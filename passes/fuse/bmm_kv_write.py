@@ -74,7 +74,7 @@ def _fp8() -> Example:
     dtype = OneOf(*FP8)
     return {
         "weight": tensor_example(7, 22, 64, dtype=dtype),
-        "weight_scale": torch.ones(1),
+        "weight_scale": tensor_example(1, dtype=torch.float32),
         "dtype": dtype,
     }
 

@@ -57,8 +57,8 @@ def _example(fp8: bool) -> Example:
         "sin": tensor_example(12),
         "k_cache": tensor_example(9, 16, 3, 22, dtype=cache),
         "v_cache": tensor_example(9, 16, 3, 22, dtype=cache),
-        "slots": torch.zeros(5, dtype=torch.int64),
-        **({name: torch.ones(1) for name in _SCALES} if fp8 else {}),
+        "slots": tensor_example(5, dtype=torch.int64),
+        **({name: tensor_example(1, dtype=torch.float32) for name in _SCALES} if fp8 else {}),
     }
 
 

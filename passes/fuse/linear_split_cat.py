@@ -85,8 +85,8 @@ def _fp8(rows: tuple[int, ...], blocks: bool) -> Example:
     return {
         "x": tensor_example(*rows, 320, dtype=codes),
         "weight": tensor_example(217, 320, dtype=codes),
-        "x_scale": torch.ones(of_x),
-        "weight_scale": torch.ones(of_weight),
+        "x_scale": tensor_example(*of_x, dtype=torch.float32),
+        "weight_scale": tensor_example(*of_weight, dtype=torch.float32),
     }
 
 

@@ -42,8 +42,8 @@ def example(scaled: bool) -> Example:
         "cos": tensor_example(6),
         "sin": tensor_example(6),
         "kv_cache": cache,
-        "slots": torch.zeros(5, dtype=torch.int64),
-        **({"scale": torch.ones(1)} if scaled else {}),
+        "slots": tensor_example(5, dtype=torch.int64),
+        **({"scale": tensor_example(1, dtype=torch.float32)} if scaled else {}),
         "rope_style": "half",
     }
 

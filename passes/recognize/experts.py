@@ -263,7 +263,7 @@ def _batched(index: Index) -> Iterator[_Key]:
         if any(call(each).op == "index" for each in call(node).operands)
     }
     for layout, experts in product(sorted(layouts), sorted(_clamped(index) or {13})):
-        yield "batched_mm_experts_forward", layout, 5, experts, "cpu"
+        yield "batched_mm_experts_forward", layout, 5, experts, "meta"
 
 
 def _clamped(index: Index) -> set[int]:
@@ -279,7 +279,7 @@ def _gathered(index: Index) -> Iterator[_Key]:
     weights = [node for node in index["index"] if value(node).dim() == 4]
     biased = any(value(node).dim() == 3 and _is_biased(node) for node in index["index"])
     for tokens in sorted({1 if known_equal(value(node).shape[0], 1) else 5 for node in weights}):
-        yield "", WeightLayout(False, biased), tokens, 13, "cpu"
+        yield "", WeightLayout(False, biased), tokens, 13, "meta"
 
 
 def _is_biased(node: Node) -> bool:

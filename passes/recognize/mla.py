@@ -131,7 +131,7 @@ def rows_example(heads_first: bool, width: int, sparse: bool) -> Example:
             "k_rope": tensor_example(5, 1, 12),
         }
     )
-    chosen = torch.zeros((2, 5, 9) if heads_first else (5, 9), dtype=torch.int32)
+    chosen = tensor_example(*((2, 5, 9) if heads_first else (5, 9)), dtype=torch.int32)
     return {
         **rows,
         "kv": tensor_example(0, 13, 33, dtype=OneOf(torch.bfloat16, *FP8)),

@@ -142,7 +142,9 @@ def _example(linear: _Linear, heads_first: bool, sparse: bool) -> Example:
         "weight": tensor_example(259, columns, dtype=codes),
         "weight_scale": scales,
         "zeros": tensor_example(259, 11, dtype=torch.uint8) if linear.zeros else None,
-        "x_scale": torch.ones(1) if quantizer is not None and quantizer.is_static else None,
+        "x_scale": tensor_example(1, dtype=torch.float32)
+        if quantizer is not None and quantizer.is_static
+        else None,
         "linear": linear,
         **captured,
         **({"group": 32} if linear.scheme == "int4" else {"out": OneOf(*FLOATS)}),
@@ -163,11 +165,11 @@ _OPS = {
 }
 # Scheme: dtype and columns of its codes, and its scales. fp8 is that of the quantizer.
 _STORED: dict[str, tuple[torch.dtype | OneOf[torch.dtype], int, ExampleValue]] = {
-    "fp8": (FP8_CODES, _LATENT, torch.ones(1)),
-    "fp8_block": (FP8_CODES, _LATENT, torch.ones(11, 3)),
-    "int8": (torch.int8, _LATENT, torch.ones(259, 1)),
+    "fp8": (FP8_CODES, _LATENT, tensor_example(1, dtype=torch.float32)),
+    "fp8_block": (FP8_CODES, _LATENT, tensor_example(11, 3, dtype=torch.float32)),
+    "int8": (torch.int8, _LATENT, tensor_example(259, 1, dtype=torch.float32)),
     "int4": (torch.int32, _LATENT // 8, tensor_example(259, 11)),
-    "mxfp4": (torch.uint8, _LATENT // 2, torch.ones(259, 11, dtype=torch.uint8)),
+    "mxfp4": (torch.uint8, _LATENT // 2, tensor_example(259, 11, dtype=torch.uint8)),
 }
 _QUANTIZERS = {quantizer.scheme: quantizer for quantizer in QUANTIZERS}
 _LINEARS = (

@@ -17,7 +17,7 @@ from atomc.ops.formats import HALVES
 from atomc.report.records import MissKind
 from atomc.rewriting.example import ExampleValue, Fixed, OneOf
 from atomc.rewriting.matching.captures import capture, differing, stand_ins
-from atomc.torch_compat.tracing import trace_with_static_sizes, trace_with_symbolic_sizes
+from atomc.torch_compat.aten_graph import aten_graph
 
 
 class Index:
@@ -60,10 +60,9 @@ class Pattern:
     ):
         self.sees_through, self.read_together = sees_through, read_together
         arguments, varied = stand_ins(example, 0), stand_ins(example, 1)
-        tensors = _tensors(arguments)
         self.arguments = list(arguments)
-        self.graph = _traced(function, arguments, tensors)
-        self.inputs = dict(zip(self.graph.find_nodes(op="placeholder"), tensors, strict=True))
+        self.graph = _traced(function, arguments, symbolic=True)
+        self.inputs = {p: str(p.target) for p in self.graph.find_nodes(op="placeholder")}
         self.outputs = _returned(self.graph)
         self.nodes = _calls(self.graph)
         ops = _ops(self.graph)
@@ -77,7 +76,7 @@ class Pattern:
         }
         self.model_dtype = self._model_dtype()
         others = (  # of which no sizes are read
-            _calls(_traced(function, varied, tensors, trace_with_static_sizes))
+            _calls(_traced(function, varied, symbolic=False))
             if differing(arguments, varied)
             else self.nodes
         )
@@ -86,7 +85,7 @@ class Pattern:
         self.constants = {
             name: argument
             for name, argument in arguments.items()
-            if name not in {*located, *tensors}
+            if name not in {*located, *self.inputs.values()}
         }
         self.decided_by = {example[name]: name for name in located - self.captured}
         self.any_dtype = self._nodes_of_any_dtype(others)
@@ -130,30 +129,20 @@ def ops_of(
     function: Callable[..., Tensor | tuple[Tensor, ...]], example: Mapping[str, ExampleValue]
 ) -> frozenset[str]:
     """The canonical ops of the pattern of a function."""
-    arguments = stand_ins(example, 0)
-    return _ops(_traced(function, arguments, _tensors(arguments), trace_with_static_sizes))
+    return _ops(_traced(function, stand_ins(example, 0), symbolic=False))
 
 
 def _ops(graph: Graph) -> frozenset[str]:
     return frozenset(call(node).op for node in _calls(graph))
 
 
-def _tensors(arguments: Mapping[str, Fixed]) -> dict[str, Tensor]:
-    return {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-
-
 def _traced(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     arguments: Mapping[str, Fixed],
-    tensors: Mapping[str, Tensor],
-    trace: Callable[..., Graph] = trace_with_symbolic_sizes,
+    *,
+    symbolic: bool,
 ) -> Graph:
-    rest = {name: argument for name, argument in arguments.items() if name not in tensors}
-
-    def run(*args: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return function(**dict(zip(tensors, args, strict=True)), **rest)
-
-    graph = trace(run, *tensors.values())
+    graph = aten_graph(function, arguments, symbolic=symbolic)
     _tidy(graph)
     graph.eliminate_dead_code()
     return graph
