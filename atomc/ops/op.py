@@ -82,13 +82,12 @@ class Shared:
 
     function   (*inputs, *constants) -> tensors
     inputs     names of parameters of the op
-    constants  of the kernel's arguments that it declares, as fake tensors -> numbers, dtypes and
-               devices
+    constants  of the kernel's arguments that it declares, as fake tensors -> numbers and dtypes
     """
 
     function: Callable[..., tuple[Tensor, ...]]
     inputs: tuple[str, ...]
-    constants: Callable[..., tuple[int | torch.dtype | torch.device, ...]]
+    constants: Callable[..., tuple[int | torch.dtype, ...]]
 
     def of(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """What the kernel receives in a call with these arguments, by name."""

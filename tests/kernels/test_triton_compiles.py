@@ -17,7 +17,6 @@ CALLS = (
     "rope_kv_write/fp8, scales",
     "rope_kv_write/dense, batch",
     "qk_norm_rope_kv_write/fp8, scales",
-    "attention/one token, split keys",
     "paged_attention/fp8 with scales, decode",
     "varlen_attention/three sequences",
     "rms_norm_add_rms_norm/packed",

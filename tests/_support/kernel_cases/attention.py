@@ -49,7 +49,6 @@ ATTENTION: Cases = {
     "causal": attended,
     "one token": lambda draw: attended(draw, 1),
     "one token, batch": lambda draw: attended(draw, 1, 33, batch=(2,), causal=False),
-    "one token, split keys": lambda draw: attended(draw, 1, 300, causal=False),
     "odd sizes": lambda draw: attended(draw, 33, width=80),
     "several tiles": lambda draw: attended(draw, 200, heads=(4, 2)),
     "widest heads": lambda draw: attended(draw, 65, heads=(2, 1), width=256),

@@ -94,7 +94,7 @@ atomc/kernels/torch/delta_rule.py | kernels/test_kernels.py -k '[gated_delta_rul
 atomc/kernels/torch/mla_attention.py | passes/test_mla_attention.py
 atomc/kernels/torch/ssm.py | ops/test_ssm_scan.py
 atomc/kernels/triton/attention/attention.py | kernels/test_paged_attention.py | _attend _walk
-atomc/kernels/triton/attention/combine_splits.py | kernels/test_combine_splits.py | _combine_splits combine_rows combined counters empty_splits last_to_arrive weights_of_splits
+atomc/kernels/triton/attention/combine_splits.py | kernels/test_combine_splits.py | _combine_splits combined empty_splits
 atomc/kernels/triton/attention/combine_splits.py | kernels/test_paged_attention.py | add_weighted store_attended
 atomc/kernels/triton/attention/sequences.py | kernels/latent/test_mla_prefix.py
 atomc/kernels/triton/attention/varlen_attention.py | kernels/test_kernels.py -k '[varlen_attention-triton-'

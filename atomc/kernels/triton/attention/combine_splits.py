@@ -9,11 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from atomc.kernels.triton.attention.attention_tiles import multiprocessors
-from atomc.kernels.triton.launch.launch import begin, dot_block, dot_size, overlap
+from atomc.kernels.triton.launch.launch import begin, dot_size, overlap
 
-# The most numbers that the last program of a row combines itself: 64 a thread of four warps.
-COMBINED_AT_ONCE = 8192
 # Columns of a program, of few and of more rows, and the numbers of a warp. H200, us with 64 / 128 /
 # 512 columns by one warp: 16 rows of 512 in 32 splits 1.5 / 1.6 / 17.5, 128 in 16 splits 2.0 / 2.3
 # / 4.5, 256 of 128 in 8 splits 1.4 / 1.4 / -, 1,024 of 512 in 4 splits 10.6 / 5.6 / 3.6 and in two
@@ -53,54 +50,6 @@ def store_attended(out_ptr, lse_ptr, acc, total, peak, row, dv, valid, some, DV:
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dv < DV))
 
 
-@triton.jit
-def weights_of_splits(lse):
-    """The shares of the splits, in the last dimension, in the softmax mass of all keys; zeros if no
-    split has keys.
-    """
-    AXIS: constexpr = len(lse.shape) - 1
-    peak = tl.max(lse, AXIS, keep_dims=True)
-    weights = tl.exp2(lse - tl.where(peak == -float("inf"), 0.0, peak))
-    total = tl.sum(weights, AXIS, keep_dims=True)
-    return weights / tl.where(total == 0.0, 1.0, total)
-
-
-@triton.jit
-def last_to_arrive(arrived_ptr, programs):
-    """Whether this program is the last of so many to call this, after which it can read what all
-    have stored. The counter is zero before and after.
-    """
-    # All threads have stored their results; then the program says so.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == programs - 1
-    if is_last:
-        tl.store(arrived_ptr, 0)
-    return is_last
-
-
-@triton.jit
-def combine_rows(
-    partial_ptr, lse_ptr, out_ptr, row, valid, num_splits, DV: constexpr, BLOCK_SPLITS: constexpr
-):
-    """Store the results of these rows [M], of splits that other programs have stored."""
-    split = tl.arange(0, BLOCK_SPLITS)
-    dv = tl.arange(0, dot_block(DV))
-    at = row[:, None] * num_splits + split[None, :]
-    there = valid[:, None] & (split < num_splits)[None, :]
-    # Other multiprocessors have written, whose stores are not in the L1 cache of this one.
-    lse = tl.load(lse_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-    partial = tl.load(
-        partial_ptr + at[:, :, None] * DV + dv[None, None, :],
-        mask=there[:, :, None] & (dv < DV)[None, None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    out = tl.sum(weights_of_splits(lse)[:, :, None] * partial, 1)
-    inside = valid[:, None] & (dv < DV)[None, :]
-    out_at = out_ptr + row[:, None] * DV + dv[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
 @triton.jit(do_not_specialize=["num_splits"])
 def _combine_splits(
     partial_ptr,
@@ -123,9 +72,12 @@ def _combine_splits(
     lse = tl.load(lse_ptr + at, mask=split < num_splits, other=-float("inf"))
     there = (split < num_splits)[:, None] & (dv < DV)[None, :]
     partial = tl.load(partial_ptr + at[:, None] * DV + dv[None, :], mask=there, other=0.0)
+    peak = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(peak == -float("inf"), 0.0, peak))
+    total = tl.sum(weights, 0)
     # A split without keys wrote no values; its memory is uninitialized.
     partial = tl.where((lse == -float("inf"))[:, None], 0.0, partial)
-    out = tl.sum(weights_of_splits(lse)[:, None] * partial, 0)
+    out = tl.sum(weights[:, None] * partial, 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row * DV + dv, out.to(out_ptr.dtype.element_ty), mask=dv < DV)
 
 
@@ -139,14 +91,6 @@ def empty_splits(q: Tensor, width: int, splits: int) -> tuple[Tensor, Tensor | N
         return q.new_empty((*rows, width)), None
     lse = q.new_empty((*rows, splits), dtype=torch.float32)
     return lse.new_empty((*lse.shape, width)), lse
-
-
-def counters(device: torch.device) -> tuple[Tensor, ...]:
-    """(zeros,): how many programs of a row have arrived, int32, of as many rows as are split. Zeros
-    again after each call, so that all layers count in them.
-    """
-    # Rows are split only if there are fewer than multiprocessors.
-    return (torch.zeros(multiprocessors(device), dtype=torch.int32, device=device),)
 
 
 def combined(parts: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,9 +2,8 @@
 transformers.
 
 A program computes all query rows that share a key/value head against one split of the keys. It
-reads the mask before the keys, and skips tiles that no row sees. The last program of these rows
-combines few splits, a kernel with more programs many. T new tokens, S keys, N query heads, K
-key/value heads, G = N / K.
+reads the mask before the keys, and skips tiles that no row sees. T new tokens, S keys, N query
+heads, K key/value heads, G = N / K.
 """
 
 from typing import NamedTuple
@@ -20,25 +19,14 @@ from atomc.kernels.checks import no_bf16_products, unlike
 from atomc.kernels.triton.attention.attention import BASE_2, MAX_WIDTH, score_factors
 from atomc.kernels.triton.attention.attention_tiles import MAX_SPLITS, multiprocessors
 from atomc.kernels.triton.attention.combine_splits import (
-    COMBINED_AT_ONCE,
     add_weighted,
-    combine_rows,
     combined,
-    counters,
     empty_splits,
-    last_to_arrive,
     store_attended,
 )
-from atomc.kernels.triton.launch.launch import (
-    begin,
-    dot_block,
-    dot_size,
-    overlap,
-    rows_of,
-    unfit,
-)
+from atomc.kernels.triton.launch.launch import begin, dot_block, overlap, rows_of, unfit
 from atomc.ops.formats import FLOATS
-from atomc.ops.op import Refusal, Shared
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_ROWS = 64  # query rows of one program, G * T
@@ -69,8 +57,6 @@ def _attend(
     sinks,
     out_ptr,
     lse_ptr,
-    combined_ptr,
-    arrived_ptr,
     num_keys,
     inner,
     unit,
@@ -79,15 +65,12 @@ def _attend(
     GROUP: constexpr,
     D: constexpr,
     BLOCK_N: constexpr,
-    BLOCK_SPLITS: constexpr,
     CAUSAL: constexpr,
     WINDOW: constexpr,
     SOFTCAP: constexpr,
     PDL: constexpr,
 ):
-    """mask: of bytes, or numbers that are added to the scores. arrived_ptr: counters of programs,
-    if the last one combines the splits.
-    """
+    """mask: of bytes, or numbers that are added to the scores."""
     ADDED: constexpr = mask.ptr is not None and mask.ptr.dtype.element_ty.is_floating()
     BLOCK_M: constexpr = dot_block(GROUP * T)
     begin(PDL)
@@ -149,21 +132,6 @@ def _attend(
     acc = acc / total[:, None]
     row = ((batch * T + token) * N + head) * tl.num_programs(2) + split
     store_attended(out_ptr, lse_ptr, acc, total, peak, row, d, valid, True, D)
-    if arrived_ptr is not None:
-        group = tl.program_id(0) * tl.num_programs(1) + kv_head
-        if last_to_arrive(arrived_ptr + group, tl.num_programs(2)):
-            # Without the rows that pad the products.
-            i = tl.arange(0, triton.next_power_of_2(GROUP * T))
-            combine_rows(
-                out_ptr,
-                lse_ptr,
-                combined_ptr,
-                (batch * T + i // GROUP) * N + kv_head * GROUP + i % GROUP,
-                i < GROUP * T,
-                tl.num_programs(2),
-                D,
-                BLOCK_SPLITS,
-            )
 
 
 def refuse_attention(
@@ -197,11 +165,7 @@ def refuse_attention(
     return None
 
 
-def _device(q: Tensor) -> tuple[torch.device]:
-    return (q.device,)
-
-
-@ops.attention.kernel("triton", refuses=refuse_attention, shared=Shared(counters, (), _device))
+@ops.attention.kernel("triton", refuses=refuse_attention)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -214,7 +178,6 @@ def attention(
     causal: bool = True,
     window: int = 0,
     softcap: float = 0.0,
-    shared: tuple[Tensor, ...],
 ) -> Tensor:
     if not q.numel():
         return q.new_empty(q.shape)
@@ -229,9 +192,6 @@ def attention(
     programs = 2 * multiprocessors(q.device) // (batch * kv_heads)
     splits = max(min(programs, triton.cdiv(num_keys, 2 * block), MAX_SPLITS), 1)
     into, lse = empty_splits(q, width, splits)
-    few_splits = COMBINED_AT_ONCE // (triton.next_power_of_2(group * num_new) * dot_size(width))
-    at_once = 1 < splits <= few_splits
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if at_once else None
     of_all = Mask(None)
     if mask is not None:
         stored = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
@@ -242,8 +202,6 @@ def attention(
         sinks,
         into,
         lse,
-        out,
-        shared[0] if at_once else None,
         num_keys,
         *score_factors(scale, softcap),
         T=num_new,
@@ -251,7 +209,6 @@ def attention(
         GROUP=group,
         D=width,
         BLOCK_N=block,
-        BLOCK_SPLITS=few_splits,
         CAUSAL=causal,
         WINDOW=window,
         SOFTCAP=softcap != 0.0,
@@ -259,6 +216,5 @@ def attention(
         num_stages=2,
         **overlap(q.device),
     )
-    if out is None:
-        out = into if lse is None else combined(into, lse, q.dtype)
+    out = into if lse is None else combined(into, lse, q.dtype)
     return out.view(shape)
