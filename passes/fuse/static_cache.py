@@ -232,18 +232,18 @@ def _rotation(write: Node, site: _Site) -> _Rotation | None:
     k, source, arguments = _node(write.args[0]), _node(site.keys.args[3]), arguments_of(write)
     if {*k.users, *source.users} - {source} != {write, site.keys}:
         return None
-    found: _Rotation | None = None
+    rotation: _Rotation | None = None
     if k.target is ops.rope.overload:
-        found = _rope(k, arguments, _node(site.keys.args[0]))
+        rotation = _rope(k, arguments, _node(site.keys.args[0]))
     elif k.target is operator.getitem and k.args[1] == 1:
         norm = _node(k.args[0])
         q = next((part for part in norm.users if part.args[1] == 0), None)
         if norm.target is ops.qk_norm_rope.overload and q is not None:
             op = ops.qk_norm_rope_kv_write
-            found = _Rotation(op, {**arguments, **arguments_of(norm)}, q)
-    if found is None or any(reader < site.values for reader in found.q.users):
+            rotation = _Rotation(op, {**arguments, **arguments_of(norm)}, q)
+    if rotation is None or any(reader < site.values for reader in rotation.q.users):
         return None
-    return found
+    return rotation
 
 
 def _rope(k: Node, arguments: Mapping[str, Argument], cache: Node) -> _Rotation | None:
