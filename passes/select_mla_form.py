@@ -162,16 +162,8 @@ def _is_served(
     is for correctness alone.
     """
     assert context.first is not None
-    q_nope, *rest = writer.args
-    operands = (q_nope, w_uk, scale, *rest)
-    fused = insert(
-        writer,
-        ops.bmm_rope_kv_write.overload,
-        *operands,
-        **writer.kwargs,
-        scheme=scheme,
-        dtype=codes,
-    )
+    arguments = {**arguments_of(writer), "weight": w_uk, "weight_scale": scale}
+    fused = insert(writer, ops.bmm_rope_kv_write.overload, **arguments, scheme=scheme, dtype=codes)
     kernel = context.first(fused)
     writer.graph.erase_node(fused)
     return kernel is not None and not kernel.syncs

@@ -298,6 +298,14 @@ def test_on_a_gpu_each_layer_multiplies_queries_in_eight_or_four_bits_and_writes
     assert "257 and more" in of_range and len(of_range) > 1
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_the_product_in_eight_bits_goes_with_a_cache_in_16_and_in_eight_bits(cache: str) -> None:
+    model = model_of("fp8_block", 1, dtype=torch.bfloat16).to("meta")
+    options = UNCACHED | {"kv_cache_dtype": cache}
+    program = compile_model(model, options, platform=Platform.named("h200"), owned=True)
+    assert program.report.matches["bmm_rope_kv_write"] == 1
+
+
 @pytest.mark.rotating
 @pytest.mark.parametrize("off", [per_change(False, now=False), ["*layers.0*"]], ids=str)
 def test_the_product_in_eight_bits_can_be_turned_off(off: bool | list[str]) -> None:
