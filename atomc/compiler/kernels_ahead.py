@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from atomc import kernels
 from atomc.compiler.phases import timed
 from atomc.graph.node_record import record_of
+from atomc.graph.sizes import first_size
 from atomc.platform import Platform
 from atomc.report.report import Report
 from atomc.torch_compat.core import FakeTensorMode
@@ -32,7 +33,8 @@ def compiling_kernels(
     graphs: Sequence[GraphModule], platform: Platform, report: Report
 ) -> Iterator[None]:
     """A context in which the kernels that these graphs launch are compiled and loaded; with dynamic
-    sizes, those of the first call. One that fails to compile raises at its launch.
+    sizes, those of the first call. One that fails to compile raises at its launch, and one that
+    cannot be told from fake tensors is compiled there.
     """
     records = [record_of(node) for gm in graphs for node in gm.graph.nodes]
     if platform.kind == "cpu" or not any(record.kernel in _PROVIDERS for record in records):
@@ -52,19 +54,20 @@ def _launch_all(graphs: Sequence[GraphModule]) -> None:
         for gm in graphs:
             values: dict[Node, Any] = {}
             for node in gm.graph.nodes:
-                values[node] = tree_map(_as_in_first_call, node.meta.get("val"))
-                if record_of(node).kernel in _PROVIDERS:
-                    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-                    # It needs what is not there yet, such as a prepared weight.
-                    with contextlib.suppress(Exception):
+                # A kernel may need what is not there yet, such as a prepared weight, and a value
+                # may have no fake tensor, such as one of a subclass.
+                with contextlib.suppress(Exception):
+                    values[node] = tree_map(_as_in_first_call, node.meta.get("val"))
+                    if record_of(node).kernel in _PROVIDERS:
+                        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                         values[node] = node.target(*args, **kwargs)
 
 
 def _as_in_first_call(x: Any) -> Any:
     """A tensor or number with the sizes of the first call."""
     if isinstance(x, torch.SymInt):
-        return x.node.hint
+        return first_size(x)
     if isinstance(x, Tensor):
-        shape, stride = (tuple(map(_as_in_first_call, sizes)) for sizes in (x.shape, x.stride()))
+        shape, stride = (tuple(map(first_size, sizes)) for sizes in (x.shape, x.stride()))
         return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
     return x

@@ -4,15 +4,14 @@ import math
 import sys
 from collections import Counter
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from atomc.compiler.partition import is_trivial, piece_numbers
 from atomc.cost.cost import is_product
 from atomc.graph.canonical import Value, value
-from atomc.graph.expressions import Size
 from atomc.graph.node_record import record_of
+from atomc.graph.sizes import first_size
 from atomc.graph.views import schema_name, storage_node, view_base
 from atomc.platform import Platform
 
@@ -77,12 +76,5 @@ def _fuses(node: Node) -> bool:
 def _num_bytes(result: Value) -> int:
     """The size of a tensor, or of all tensors in a list; 0 for numbers."""
     if isinstance(result, Tensor):
-        return math.prod(map(_hint, result.shape)) * result.element_size()
+        return math.prod(map(first_size, result.shape)) * result.element_size()
     return sum(map(_num_bytes, result)) if isinstance(result, tuple | list) else 0
-
-
-def _hint(size: Size) -> int:
-    """The size in the first call; 1 if it depends on data."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    return int(size.node.hint) if size.node.has_hint() else 1

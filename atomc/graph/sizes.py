@@ -22,6 +22,13 @@ def known_equal(a: "int | torch.SymInt | sympy.Expr", b: "int | torch.SymInt | s
     return always_equal(a, b)
 
 
+def first_size(size: int | torch.SymInt) -> int:
+    """A size in the first call; 1 if it depends on data."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.hint) if size.node.has_hint() else 1
+
+
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True only if the two shapes are equal for every value of their symbols."""
     return same_sizes(a.shape, b.shape)
