@@ -10,6 +10,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.fx import GraphModule, Node
@@ -163,8 +164,9 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
         observer("captured", gm)
 
     glue, why = glue_of(options, context.platform)
-    selection = Selection(options, context.platform, eager=glue == "eager")
-    context = replace(context, first=selection.first)
+    select = partial(Selection, options, context.platform, eager=glue == "eager")
+    # Another selection for each question: passes change nodes in between.
+    context = replace(context, first=lambda node: select().first(node))
     with timed(report, "passes"):
         show_as_numbers(gm.graph)
         outcome = pipeline.run(gm, selected, context, report)
@@ -176,17 +178,8 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
     summarize_graph(gm, context, report, glue_fuses=glue != "eager")
     lowered = lower_ranges(gm, context, report, eager=glue == "eager")
 
-    graphs = [one.graph for one in lowered]
     if context.build:
-        reasons = [_why_eager(graph, glue, context) for graph in graphs]
-        # The runtime compiles those of its steps.
-        with compiling_kernels([] if context.paged else graphs, context.platform, report):
-            if None in reasons:
-                load_inductor()
-        functions = [
-            _function(graph, glue, why, context, report, recorder)
-            for graph, why in zip(graphs, reasons, strict=True)
-        ]
+        functions = _functions([one.graph for one in lowered], glue, context, report, recorder)
     else:
         functions = [graph_function(gm)] * len(lowered)
     layout = lowered[0].layout
@@ -195,37 +188,45 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
     return assemble(gm, lowered, functions, state)
 
 
-def _why_eager(gm: GraphModule, glue: str, context: Context) -> str | None:
-    """Why the ops between the kernels of a lowered graph run eagerly, or None."""
-    if glue == "eager":
-        return "the option or the machine says so"
-    sink_pointwise(gm.graph)
-    return why_eager(gm, context.platform) if context.options.glue == "auto" else None
-
-
-def _function(
-    gm: GraphModule,
+def _functions(
+    graphs: Sequence[GraphModule],
     glue: str,
-    why: str | None,
     context: Context,
     report: Report,
     recorder: Recorder | None,
-) -> CompiledFunction:
-    """The function of a lowered graph, which the recorder watches if there is one. why: the ops
-    between its kernels run eagerly.
+) -> list[CompiledFunction]:
+    """The functions of lowered graphs, which the recorder watches if there is one."""
+    glues = [_glue_between_kernels(gm, glue, context, report) for gm in graphs]
+    # The runtime compiles those of its steps.
+    with compiling_kernels([] if context.paged else graphs, context.platform, report):
+        if "inductor" in glues:
+            load_inductor()
+    functions = []
+    for gm, glue_here in zip(graphs, glues, strict=True):
+        with timed(report, "glue"):
+            original = copy_graph(gm) if recorder else gm
+            function = _glue(gm, glue_here, context, report)
+            functions.append(recorder.wrap(original, function) if recorder else function)
+    return functions
+
+
+def _glue_between_kernels(gm: GraphModule, glue: str, context: Context, report: Report) -> str:
+    """Eager instead of Inductor if the ops between the kernels of a lowered graph, which are
+    moved together, are not worth the start of Inductor.
     """
-    with timed(report, "glue"):
-        original = copy_graph(gm) if recorder else gm
-        function = _glue(gm, glue, why, context, report)
-        return recorder.wrap(original, function) if recorder else function
-
-
-def _glue(
-    gm: GraphModule, glue: str, why: str | None, context: Context, report: Report
-) -> CompiledFunction:
+    if glue == "eager":
+        return glue
+    sink_pointwise(gm.graph)
+    why = why_eager(gm, context.platform) if context.options.glue == "auto" else None
     if why is not None:
-        if glue != "eager":
-            _note_glue(report, "eager", f"eager here: {why}")
+        _note_glue(report, "eager", f"eager here: {why}")
+        return "eager"
+    return glue
+
+
+def _glue(gm: GraphModule, glue: str, context: Context, report: Report) -> CompiledFunction:
+    """A function that calls the kernels of a lowered graph and runs the ops between them."""
+    if glue == "eager":
         return graph_function(gm)
     function, pieces = compile_glue(gm, inductor_patches(context.options))
     _note_glue(report, glue, pieces)
