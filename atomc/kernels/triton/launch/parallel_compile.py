@@ -133,15 +133,14 @@ def compiling(
     mode = _CompileAndLoad(pool)
     with pool, mode:
         try:
-            with _patching, patch.object(triton.JITFunction, "run", compiled_only):
-                if worker is None:
-                    compiled.set()
-                    launches()
-                else:
-                    with worker.submitting():
-                        launches()
-                    worker.finish()
-            compiled.set()
+            if worker is None:
+                compiled.set()
+            submitting = contextlib.nullcontext() if worker is None else worker.submitting()
+            with _patching, patch.object(triton.JITFunction, "run", compiled_only), submitting:
+                launches()
+            if worker is not None:
+                worker.finish()
+                compiled.set()
             yield mode.folders
         finally:
             compiled.set()
