@@ -105,7 +105,10 @@ def _unserved(fused: Node, parts: tuple[Node, Node], context: Context) -> Differ
     provider, *others = ["no kernel" if one is None else one.provider for one in kernels]
     if kernels[0] is not None and {provider} == {*others}:
         return None
-    name = called_op(fused).name
-    expected = f"kernels of one provider for {name} and what it replaces"
-    found = f"{provider} for {name}, {' and '.join(dict.fromkeys(others))} for what it replaces"
-    return Difference("guard", expected, found, parts[1])
+    name, of_parts = called_op(fused).name, " and ".join(dict.fromkeys(others))
+    return Difference(
+        "guard",
+        f"kernels of one provider for {name} and what it replaces",
+        f"{provider} for {name}, {of_parts} for what it replaces",
+        parts[1],
+    )

@@ -31,11 +31,11 @@ def tiny(name: str, **sizes: Any):
     """A model of this type with random weights."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(name, **TINY, **sizes)
-    made = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    for parameter in made.parameters():
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
-    return made.to(DEVICE)
+    return model.to(DEVICE)
 
 
 def prompts(batch: int) -> Tensor:

@@ -52,8 +52,8 @@ def fused(
     options = Options(providers=providers, passes=dict.fromkeys(off, False))
     where = Platform.named(platform)
     context = Context(options, where, first=Selection(options, where, eager=False).first)
-    chosen = [p for p in FUSED if p.name not in off]
-    traced = after_passes(chosen, function, *inputs, context=context)
+    enabled = [p for p in FUSED if p.name not in off]
+    traced = after_passes(enabled, function, *inputs, context=context)
     assert traced.error == 0.0
     return traced
 
@@ -222,9 +222,9 @@ def test_the_fused_graph_of_a_stock_model_computes_what_the_model_does(kind: str
     options = Options()
     where = Platform.named("h200")
     context = Context(options, where, first=Selection(options, where, eager=False).first)
-    chosen = [p for p in passes.PIPELINE if not p.paged and not p.off_by_default]
+    enabled = [p for p in passes.PIPELINE if not p.paged and not p.off_by_default]
     traced = after_passes(
-        chosen,
+        enabled,
         lambda ids: model(ids, use_cache=False).logits,
         torch.arange(T)[None],
         context=context,
