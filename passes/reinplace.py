@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from atomc.graph.canonical import Value, value
-from atomc.graph.mutation import storage
+from atomc.graph.mutation import storage, views_of
 from atomc.graph.sizes import same_shape
 from atomc.graph.strides import Values, same_strides, values_behind
 from atomc.passes.reinplace_calls import reinplace_calls
@@ -42,7 +42,7 @@ def reinplace(gm: GraphModule, context: Context) -> Outcome:
     position = {node: i for i, node in enumerate(graph.nodes)}
     returned = {storage(node) for node in graph.output_node().all_input_nodes}
     for copy, target, new in _copies_back(graph):
-        if _last_reader(graph, target, copy, position) > position[new]:
+        if _last_reader(target, copy, position) > position[new]:
             continue
         changed = _changed(target, new, returned, values)
         if changed is None or not _made_in_place(graph, target, new):
@@ -97,9 +97,9 @@ def _same_kind(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.device == b.device and same_shape(a, b)
 
 
-def _last_reader(graph: Graph, target: Node, but: Node, position: dict[Node, int]) -> int:
+def _last_reader(target: Node, but: Node, position: dict[Node, int]) -> int:
     """The position of the last node that reads the input or a view of it."""
-    readers = (node for node in graph.nodes if target in map(storage, node.all_input_nodes))
+    readers = (user for view in views_of(target) for user in view.users)
     return max((position[node] for node in readers if node is not but), default=-1)
 
 

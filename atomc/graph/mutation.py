@@ -1,6 +1,7 @@
 """The tensors that a call writes in place, and the base of a view."""
 
 import operator
+from collections.abc import Iterator
 
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -14,6 +15,14 @@ def storage(node: Node) -> Node:
     while (source := _viewed(node)) is not None:
         node = source
     return node
+
+
+def views_of(node: Node) -> Iterator[Node]:
+    """The node and all views of its memory, each after what it is a view of."""
+    yield node
+    for user in node.users:
+        if user.args and user.args[0] is node and _viewed(user) is not None:
+            yield from views_of(user)
 
 
 def _viewed(node: Node) -> Node | None:
