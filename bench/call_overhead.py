@@ -4,13 +4,16 @@ all.
     python bench/call_overhead.py --jobs 6 --results bench/results/call-overhead-h200.json
     python bench/call_overhead.py --only qwen3 bert --modes default --layers 12
     python bench/call_overhead.py --results FILE --table     # prints what FILE has
+    python bench/call_overhead.py --first-calls --only olmo2 --modes default
 
 Widths are real, --layers are few, weights random. A row is a process in which the three ways share
 the weights: first calls one after the other, then --rounds of some calls of each in turn, while no
 other row measures. Rows that FILE has are not measured again. Columns, in ms, are medians:
     host   until the call returns
     all    until the GPU has done it
-    first  s until the first result, with a cold cache of Inductor and none of atom
+    first  s until the first result, with a cold cache of Inductor and none of atom. What the second
+           way finds loaded it does not pay: --first-calls measures only these, each way in a process
+           of its own, alone on the machine, with empty caches of Inductor, of Triton and of atom
     share  the median over the rounds of atom's time by Inductor's of the same round
     error  the largest difference of atom from eager, as a share of the largest value; Inductor's.
            Of decode rows, of tokens: 0, unless a rounding chose another one
@@ -196,13 +199,30 @@ def prepared(model: Any, name: str, workload: str, mode: str, way: str) -> tuple
     return call, lambda: timed(call, 20)
 
 
-def measure(name: str, workload: str, mode: str, layers: int, rounds: int) -> dict[str, Any]:
-    """One row."""
+def stock_model(name: str, layers: int) -> Any:
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = (decoder if name in DECODERS else encoder)(name, layers)
-    model = model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
+
+
+def first_call(name: str, workload: str, mode: str, layers: int, way: str) -> float:
+    """s until the first result of a compiled model whose eager form has run."""
+    model = stock_model(name, layers)
+    with torch.inference_mode():
+        prepared(model, name, workload, mode, "eager")[0]()
+        call = prepared(model, name, workload, mode, way)[0]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def measure(name: str, workload: str, mode: str, layers: int, rounds: int) -> dict[str, Any]:
+    """One row."""
+    model = stock_model(name, layers)
     row: dict[str, Any] = {"first": {}, "host": {}, "all": {}, "error": {}}
     ways, results, times = {}, {}, {way: [] for way in WAYS}
     with torch.inference_mode():
@@ -232,12 +252,16 @@ def measure(name: str, workload: str, mode: str, layers: int, rounds: int) -> di
     return row
 
 
-def run(row: tuple[str, str, str], arguments: argparse.Namespace) -> dict[str, Any] | str:
-    """Measure a row in a process of its own; what it says last if it fails."""
-    command = [sys.executable, __file__, "--row", *row]
+def run(row: tuple[str, str, str], arguments: argparse.Namespace, way: str = "") -> Any:
+    """Measure a row, or the first call of one way, in a process of its own; what it says last if it
+    fails.
+    """
+    command = [sys.executable, __file__, "--row", *row, *(["--way", way] if way else [])]
     command += ["--layers", str(arguments.layers), "--rounds", str(arguments.rounds)]
     with tempfile.TemporaryDirectory() as caches:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches, "ATOMC_CACHE": "0"}
+        if way:
+            environment["TRITON_CACHE_DIR"] = f"{caches}/triton"
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["nothing"]
     return json.loads(lines[-1]) if done.returncode == 0 else lines[-1]
@@ -264,8 +288,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="rows that compile at the same time")
     parser.add_argument("--results", type=Path, help="a JSON file, to which rows are added")
     parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--first-calls", action="store_true", help="measure and print only these")
     parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.way:
+        print(first_call(*arguments.row, arguments.layers, arguments.way))
+        return
     if arguments.row:
         print(json.dumps(measure(*arguments.row, arguments.layers, arguments.rounds)))
         return
@@ -279,6 +308,12 @@ def main() -> None:
         for mode in arguments.modes
         if not arguments.table and not isinstance(results.get(f"{name}, {workload}, {mode}"), dict)
     ]
+    if arguments.first_calls:
+        print(f"{torch.__version__}, s until the first result: inductor, atom")
+        for row in tqdm(rows, unit="row"):
+            inductor, atom = (run(row, arguments, way) for way in WAYS[1:])
+            print(f"{', '.join(row):<45} {inductor!s:.7}  {atom!s:.7}", flush=True)
+        return
     with ThreadPoolExecutor(arguments.jobs) as pool, tqdm(total=len(rows), unit="row") as bar:
         for row, values in zip(rows, pool.map(lambda row: run(row, arguments), rows), strict=True):
             results[", ".join(row)] = values
