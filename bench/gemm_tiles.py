@@ -35,8 +35,8 @@ def _sixteen_bits(rows: int, k: int) -> Tiles:
     if rows == 1:
         cut = [
             Tile(1, n, columns, 0, warps)
-            for n, columns, warps in product((1, 2, 4, 8), (512, 1024, 2048), (2, 4, 8))
-            if columns <= k and 1024 <= n * columns <= 8192
+            for n, columns, warps in product((1, 2, 4, 8), (128, 256, 512, 1024, 2048), (2, 4, 8))
+            if columns <= k and 512 <= n * columns <= 8192
         ]
     else:
         cut = [

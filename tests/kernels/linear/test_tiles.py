@@ -30,7 +30,11 @@ TABLES = {
         ((1, 1024, 1024), (1, 2, 1024, 0, 4, 1)),
         ((1, 1024, 3072), (1, 2, 2048, 0, 4, 1)),
         ((1, 2048, 1024), (1, 4, 1024, 0, 4, 1)),
+        ((1, 4096, 2048), (1, 2, 1024, 0, 4, 1)),
         ((1, 151936, 4096), (1, 4, 2048, 0, 4, 1)),
+        ((1, 1536, 1152), (1, 4, 128, 0, 8, 1)),
+        ((1, 9216, 3072), (1, 4, 128, 0, 8, 1)),
+        ((1, 1152, 6912), (1, 1, 1024, 0, 8, 1)),
         ((2, 1024, 2048), (2, 2, 1024, 0, 4, 1)),
         ((2, 2048, 1024), (8, 16, 64, 4, 4, 4)),
         ((8, 1024, 2048), (8, 16, 64, 4, 4, 6)),
@@ -45,7 +49,7 @@ TABLES = {
 def test_a_linear_of_few_rows_takes_the_measured_tile(
     sizes: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
-    assert tuple(tiles.LINEAR.choose(CPU, *sizes)) == expected
+    assert tuple(tiles.LINEAR.choose(CPU, *sizes, sizes[-1] % 2048)) == expected
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def multiply(
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(x):
-        tile = tile or LINEAR.choose(x.device, rows, n, k)
+        tile = tile or LINEAR.choose(x.device, rows, n, k, k % 2048)
         # H200, us of a layer without attention, with the next kernel released before / after the
         # loop. One row: Qwen3-0.6B 17.6 / 17.1, 8B 96 / 104. Two rows: 0.6B 23.6 / 19.9. Tensor
         # cores, 8 rows: 0.6B 26.8 / 22.2, 8B 110 / 107. With the weight prefetched into the L2
