@@ -28,6 +28,7 @@ class ExpertChoice(TypedDict, total=False):
     min_sum: Annotated[float, 0.0]
     scale: Annotated[float, 1.0]
     dtype: Annotated[torch.dtype, torch.float32]
+    in_order: Annotated[bool, True]
 
 
 def _scores(logits: Tensor, score: str) -> Tensor:
@@ -83,10 +84,11 @@ def topk_route(
     min_sum: float = 0.0,
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    in_order: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The k experts of each token. logits [T, E] of any float dtype -> weights [T, k] in dtype, ids
-    [T, k] int32, both in the order of falling scores; equal scores as torch.topk orders them. All
-    arithmetic is in fp32, and the weights are rounded once.
+    [T, k] int32; equal scores as torch.topk orders them. All arithmetic is in fp32, and the weights
+    are rounded once.
 
     score        "softmax" over all experts (Qwen3-MoE, Mixtral), "softmax_of_chosen" over the k
                  chosen ones (GPT-OSS, Granite), "sigmoid" (DeepSeek-V3, section 2.1.2; GLM-4.5),
@@ -96,6 +98,7 @@ def topk_route(
                  group_score: a group's "max", or the sum of its "top2"
     renormalize  weights are divided by max(sum, min_sum) + eps
     scale        of the weights, last
+    in_order     both are in the order of falling scores; False: in any order, the same for both
 
     Raises ValueError for an unknown score.
     """
@@ -103,7 +106,7 @@ def topk_route(
     choice = scores if bias is None else scores + bias.to(torch.float32)
     if groups > 1:
         choice = _masked_scores(choice, groups, topk_groups, group_score)
-    ids = choice.topk(k, -1).indices
+    ids = choice.topk(k, -1, sorted=in_order).indices
     weights = scores.gather(-1, ids)
     if score == "softmax_of_chosen":
         weights = weights.softmax(-1)

@@ -56,6 +56,7 @@ def _example(
         "min_sum": 1e-12,
         "scale": 2.5,
         "dtype": OneOf(torch.float32, *_16_BITS),
+        "in_order": OneOf(True, False),
     }
 
 

@@ -135,6 +135,7 @@ def _replacement(
         min_sum=min_sum,
         scale=scale,
         dtype=dtype if "cast" in router.weighed else router.dtype,
+        in_order=in_order,
     )
     return routed[0], to_copy(routed[1], dtype=torch.int64)
 

@@ -159,6 +159,14 @@ def test_a_stock_mixture_is_one_router_and_one_op_for_its_experts(
     assert made["activation"] == ("swiglu_oai" if name == "gpt_oss" else "silu")
 
 
+def test_the_router_of_deepseek_v3_needs_no_order_and_is_aiters() -> None:
+    sizes = {"num_local_experts": 256, "n_routed_experts": 256, "num_experts_per_tok": 8}
+    layer = mixture("deepseek_v3", "grouped_mm", torch.bfloat16, **sizes, n_group=8, topk_group=4)
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.bfloat16)
+    report = atomc.explain(layer, x, platform="gfx950")
+    assert {c.chosen for c in report.kernels if c.op == "topk_route"} == {"aiter"}
+
+
 # ---- counts
 
 # Kind -> how its config says that some layers are dense, the number of dense ones of n.

@@ -10,7 +10,9 @@ from compare import compare
 from expert_cases import COLUMNS, WHOLE
 from kernel_cases.draw import Draw
 from kernel_cases.experts import DEEPSEEK, OAI, fp8, fp8_block, full, mxfp4, route
+from test_kernels import run
 
+from atomc import ops
 from atomc.kernels.aiter.experts import experts as over_aiter
 from atomc.ops.op import refusal
 from atomc.platform import Platform
@@ -50,7 +52,14 @@ def routed(**given: Any) -> str | None:
             "argument: AITER has no router of groups by 'max' of 'sigmoid' with bias",
         ),
         ({"experts": 128, "k": 65}, "shape: choices of 65 exceed the limit of 64"),
-        (V3, "shape: AITER does not sort the 8 choices from 4 of 8 groups of 256 experts"),
+        (V3, "argument: AITER does not sort 8 choices from 4 of 8 groups of 256 experts"),
+        (V3 | {"in_order": False}, None),
+        (
+            V3 | {"in_order": False, "renormalize": False},
+            "argument: AITER does not scale the undivided weights of 8 choices from 4 of 8 groups "
+            "of 256 experts",
+        ),
+        (V3 | {"in_order": False, "renormalize": False, "scale": 1.0}, None),
         (V3 | {"k": 6}, None),
         (
             {"experts": 24, "bias": True, **DEEPSEEK, "groups": 3},
@@ -183,9 +192,26 @@ def test_no_kernel_over_aiter_has_experts_in_int8_whose_activation_it_truncates(
 
 UNGUARDED = {
     "DeepSeek-V3": ("route.topk_route", route(DRAW, **V3)),
+    "DeepSeek-V3, undivided": (
+        "route.topk_route",
+        route(DRAW, **V3 | {"renormalize": False, "in_order": False}),
+    ),
     "bias": ("experts.moe_experts", full(DRAW, **WHOLE, bias=True)),
     "limit": ("experts.moe_experts", full(DRAW, **WHOLE, limit=0.1)),
 }
+
+
+def test_the_choices_of_deepseek_v3_are_those_of_the_op_in_another_order() -> None:
+    given = route(DRAW, **V3, in_order=False)
+    with stand_ins.installed("gfx950"):
+        weights, ids = run(KERNELS["route.topk_route"], given)
+    expected_weights, expected_ids = ops.topk_route.reference(**given)
+    order, expected_order = ids.argsort(-1), expected_ids.argsort(-1)
+    assert not torch.equal(ids, expected_ids)
+    assert torch.equal(ids.gather(-1, order), expected_ids.gather(-1, expected_order))
+    torch.testing.assert_close(
+        weights.gather(-1, order), expected_weights.gather(-1, expected_order)
+    )
 
 
 @pytest.mark.parametrize("name", UNGUARDED)

@@ -1,6 +1,6 @@
 """Routers by AITER's HIP kernels. Which of its functions runs depends on the score and the groups.
 
-They write fp32 weights and int32 ids, in the order of falling scores.
+They write fp32 weights and int32 ids, in the order of falling scores but for one kernel.
 """
 
 import torch
@@ -34,7 +34,8 @@ MOST_CHOICES = 64
 # AITER divides by the sum of the weights alone; so little added to it, or as its least value, is
 # lost in the rounding of sums that occur.
 NEGLIGIBLE = 1e-12
-# (experts, groups, topk_groups, k): their kernel does not sort the choices.
+# (experts, groups, topk_groups, k): their kernel does not sort the choices, and scales weights only
+# where it divides them.
 UNSORTED = (256, 8, 4, 8)
 
 
@@ -58,7 +59,7 @@ def _function(
     return topk_gating
 
 
-def _ungrouped(experts: int, groups: int, topk_groups: int, k: int) -> Refusal | None:
+def _ungrouped(experts: int, groups: int) -> Refusal | None:
     """Why AITER cannot choose among groups of these experts, or None."""
     if groups <= 1:
         return None
@@ -70,12 +71,21 @@ def _ungrouped(experts: int, groups: int, topk_groups: int, k: int) -> Refusal |
             f"{experts} experts in {groups} groups: AITER takes 2, 4 or 8 groups of a multiple of "
             f"{at_once} experts",
         )
-    if (experts, groups, topk_groups, k) == UNSORTED:
-        return Refusal(
-            "shape",
-            f"AITER does not sort the {k} choices from {topk_groups} of {groups} groups of "
-            f"{experts} experts",
-        )
+    return None
+
+
+def _unsorted(
+    sizes: tuple[int, int, int, int], in_order: bool, renormalize: bool, scale: float
+) -> Refusal | None:
+    """Why the kernel of these sizes has other results, or None."""
+    if sizes != UNSORTED:
+        return None
+    experts, groups, topk_groups, k = sizes
+    choices = f"{k} choices from {topk_groups} of {groups} groups of {experts} experts"
+    if in_order:
+        return Refusal("argument", f"AITER does not sort {choices}")
+    if scale != 1.0 and not renormalize:
+        return Refusal("argument", f"AITER does not scale the undivided weights of {choices}")
     return None
 
 
@@ -92,6 +102,7 @@ def _refuse(
     eps: float,
     min_sum: float,
     scale: float,
+    in_order: bool,
 ) -> Refusal | None:
     function = _function(bias, score, groups, group_score, scale)
     if isinstance(function, Refusal):
@@ -106,7 +117,8 @@ def _refuse(
         or unlike(FLOATS, logits=logits)
         or scattered(logits=logits)
         or too_wide(k, MOST_CHOICES, "choices")
-        or _ungrouped(logits.shape[-1], groups, topk_groups, k)
+        or _ungrouped(logits.shape[-1], groups)
+        or _unsorted((logits.shape[-1], groups, topk_groups, k), in_order, renormalize, scale)
     )
 
 

@@ -182,6 +182,7 @@ def topk_route(
     min_sum: float,
     scale: float,
     dtype: torch.dtype,
+    in_order: bool,  # they always are
 ) -> tuple[Tensor, Tensor]:
     experts, shape = logits.shape[-1], (*logits.shape[:-1], k)
     weights = logits.new_empty(shape, dtype=dtype)
