@@ -60,6 +60,11 @@ class EngineConfig:
     load_format: Literal["auto", "safetensors", "dummy"] = MODEL.option(
         "auto", "auto, safetensors, or dummy for small random weights"
     )
+    mmap: bool = MODEL.option(
+        True,
+        "map the files of the weights into memory; --no-mmap reads them, which can be faster from "
+        "a network disk and takes memory for one file more",
+    )
     quantization: str | None = MODEL.option(
         None,
         "quantize the weights when they are read: fp8, fp8_per_token, fp8_block, int8, int4, "

@@ -97,7 +97,7 @@ def load(
         cls = adapter.hf_class(architectures, sorted(REGISTRY))
         check_stock_size(cls, checkpoint, device)
         if checkpoint.quantization is None and division.place == ALONE:
-            return ready(load_stock(cls, checkpoint, device))
+            return ready(load_stock(cls, checkpoint, device, mmap))
         model = build_stock_on_meta(cls, checkpoint)
     stage_names = division.cut_stage(model)
     division = replace(division, placement=stage_names.select(division.placement))
@@ -114,7 +114,8 @@ def load(
         if division.place == ALONE or checkpoint.quantization is not None or not is_stock:
             raise
         log.warning("each rank reads all weights through transformers: %s", error)
-        return ready(load_stock_and_cut(type(model.hf_model), checkpoint, device, division))
+        cls = type(model.hf_model)
+        return ready(load_stock_and_cut(cls, checkpoint, device, mmap, division))
     _execute(plan, model, methods, division, device, mmap, progress)
     return ready(model)
 

@@ -64,14 +64,14 @@ def build_stock_on_meta(cls: "type[PreTrainedModel]", checkpoint: Checkpoint) ->
 
 
 def load_stock(
-    cls: "type[PreTrainedModel]", checkpoint: Checkpoint, device: torch.device | str
+    cls: "type[PreTrainedModel]", checkpoint: Checkpoint, device: torch.device | str, mmap: bool
 ) -> adapter.StockModel:
     """A transformers model with the weights of the checkpoint, loaded by transformers, or with
     random weights.
     """
     path, config, stored, dtype, _ = checkpoint
     if stored is not None:
-        return adapter.load(cls, path, dtype, device)
+        return adapter.load(cls, path, dtype, device, mmap=mmap)
     model = adapter.build(cls, config, dtype, device)
     fill_randomly(model, device)
     return model
@@ -81,10 +81,11 @@ def load_stock_and_cut(
     cls: "type[PreTrainedModel]",
     checkpoint: Checkpoint,
     device: torch.device | str,
+    mmap: bool,
     division: Division,
 ) -> nn.Module:
     """This rank's part of a transformers model, all of which is read into host memory."""
-    model = load_stock(cls, checkpoint, "cpu")
+    model = load_stock(cls, checkpoint, "cpu", mmap)
     division.cut_stage(model)
     if (sharding := division.shard(model)) is not None:
         sharding.cut()

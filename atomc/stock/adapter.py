@@ -152,10 +152,15 @@ def _new(
 
 
 def load(
-    cls: "type[PreTrainedModel]", path: Path, dtype: torch.dtype, device: torch.device | str
+    cls: "type[PreTrainedModel]",
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    mmap: bool = True,
 ) -> "StockModel":
     """A model of this class with the weights in `path`, read and converted by transformers,
-    wrapped.
+    wrapped. mmap: False reads the files instead of mapping them.
 
     Raises ValueError for a missing weight, and for a shape that contradicts config.json.
     """
@@ -167,6 +172,7 @@ def load(
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            disable_mmap=None if mmap else True,  # None: as the file system suggests
         )
     if info["mismatched_keys"]:
         name, *shapes = min(info["mismatched_keys"])

@@ -18,6 +18,8 @@ from atomc.loading.load_plan import LoadPlan, Quantize, plan_load
 from atomc.loading.loader import load
 from atomc.quantization.apply import methods_of
 from atomc.quantization.config import online
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.execution.loading.load import load as load_for_engine
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -113,6 +115,35 @@ def test_reading_into_memory_gives_what_mapping_gives(
     path = checkpoint(tmp_path, *halves(weights()))
     mapped = load(path, dtype=dtype)
     assert_holds(load(path, dtype=dtype, mmap=False), dict(mapped.named_parameters()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+@pytest.mark.parametrize("mmap", [True, False])
+def test_an_engine_maps_the_files_of_weights_unless_told_not_to(tmp_path: Path, mmap: bool) -> None:
+    path = checkpoint(tmp_path, weights())
+    loaded = load_for_engine(EngineConfig(str(path), device="cpu", mmap=mmap), progress=False)
+    maps = Path("/proc/self/maps").read_text()
+    assert (str(path / "model.safetensors") in maps) == mmap
+    del loaded
+
+
+def test_transformers_reads_the_files_that_it_may_not_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        **CONFIG | {"architectures": None, "model_type": "olmo2"}
+    )
+    stock = transformers.AutoModelForCausalLM.from_config(config)
+    stock.save_pretrained(tmp_path)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError("no such device")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_open", refuse)
+    with pytest.raises(OSError, match="no such device"):
+        load(tmp_path)
+    assert_holds(load(tmp_path, mmap=False).hf_model, dict(stock.named_parameters()))
 
 
 def test_a_model_read_into_memory_outlives_its_files(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def load(
         load_format=config.load_format,
         quantization=_quantization(config),
         draft_layer=config.speculative == "mtp",
+        mmap=config.mmap,
         progress=progress,
         division=Division(place, config.ep, expert_placement(config)),
     )
