@@ -23,7 +23,6 @@ REGISTRY = {
     "Glm4MoeForCausalLM": "atomc.models.glm4_moe:Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM": "atomc.models.deepseek_v3:Glm4MoeLiteForCausalLM",
     "GptOssForCausalLM": "atomc.models.gpt_oss:GptOssForCausalLM",
-    "HunYuanMoEV1ForCausalLM": "atomc.models.hunyuan_v1_moe:HunYuanMoEV1ForCausalLM",
     "LlamaForCausalLM": "atomc.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "atomc.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "atomc.models.mixtral:MixtralForCausalLM",

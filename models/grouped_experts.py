@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from atomc.models.config import DecoderConfig
 from atomc.models.experts import Experts
-from atomc.models.layers import MLP, keeping_dtype
+from atomc.models.layers import MLP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,13 @@ class GroupRouter(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupRouter":
         """Move to the model's device; the bias stays in fp32: in bf16 it changes the choice."""
-        move = keeping_dtype(fn, self.e_score_correction_bias)
+        bias = self.e_score_correction_bias
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            converted = tensor is bias and moved.dtype != tensor.dtype
+            return tensor.to(moved.device) if converted else moved
+
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         return self
 

@@ -1,8 +1,4 @@
-"""Shared by the models: norms and the gated MLP, with the operations of Hugging Face's, and
-parameters that keep their dtype.
-"""
-
-from collections.abc import Callable
+"""Shared by the models: norms and the gated MLP, with the operations of Hugging Face's."""
 
 import torch
 import torch.nn.functional as F
@@ -50,16 +46,3 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
-
-
-def keeping_dtype(fn: Callable[[Tensor], Tensor], *unchanged: Tensor) -> Callable[[Tensor], Tensor]:
-    """`fn`, an argument of nn.Module._apply, except that it does not change the dtype of the kept
-    tensors: they move to another device only.
-    """
-
-    def moved(tensor: Tensor) -> Tensor:
-        result = fn(tensor)
-        converted = result.dtype != tensor.dtype and any(tensor is one for one in unchanged)
-        return tensor.to(result.device) if converted else result
-
-    return moved

@@ -39,8 +39,6 @@ LATENT = {
 # Enough heads that no score is 0, where all keys would be equal.
 INDEXER = {"index_topk": 6, "index_n_heads": 12, "index_head_dim": 20}
 MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
-HUNYUAN = {"num_experts": 8, "moe_topk": 2, "head_dim": 16, "eos_token_id": None}
-DYNAMIC = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}
 # name -> model_type and what differs from TINY
 KINDS = {
     "qwen3_moe": (
@@ -182,15 +180,24 @@ KINDS = {
         "glm4_moe_lite",
         LATENT | {"mlp_layer_types": ["sparse", "dense"], "n_group": 2},
     ),
-    "hunyuan_v1_moe": ("hunyuan_v1_moe", HUNYUAN),
-    "hunyuan_v1_moe, alpha, tied": (
+}
+# Without a file in models/.
+STOCK = {
+    "hunyuan_v1_moe": (
         "hunyuan_v1_moe",
-        HUNYUAN
-        | {
-            "rope_parameters": DYNAMIC | {"rope_theta": 10000.0},
-            "tie_word_embeddings": True,
+        {
+            "num_experts": 8,
+            "moe_topk": [2, 2],
+            "head_dim": 16,
+            "eos_token_id": None,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "factor": 1.0,
+                "alpha": 1000.0,
+            },
         },
-    ),
+    )
 }
 ARCHITECTURES = (
     "qwen3_moe",
@@ -202,7 +209,6 @@ ARCHITECTURES = (
     "deepseek_v3, no q_lora",
     "deepseek_v32",
     "glm4_moe_lite",
-    "hunyuan_v1_moe",
 )
 # Compiled and served too: an indexer that chooses all keys.
 OTHERS = ("deepseek_v32, short",)
@@ -212,7 +218,7 @@ EAGER = {"glue": "eager", "strict": True}
 
 def theirs(name: str) -> nn.Module:
     """The transformers model of this kind."""
-    model_type, differs = KINDS[name]
+    model_type, differs = (KINDS | STOCK)[name]
     return theirs_of(model_type, **differs)
 
 
@@ -311,11 +317,10 @@ class Cell(NamedTuple):
     dtype: torch.dtype
 
 
+CLASSES = [(name, whose) for name in (*ARCHITECTURES, *OTHERS) for whose in ("ours", "stock")]
+CLASSES += [(name, "stock") for name in STOCK]
 CELLS = [
-    Cell(name, whose, dtype)
-    for name in (*ARCHITECTURES, *OTHERS)
-    for whose in ("ours", "stock")
-    for dtype in (torch.float32, torch.bfloat16)
+    Cell(name, whose, dtype) for name, whose in CLASSES for dtype in (torch.float32, torch.bfloat16)
 ]
 # Each architecture, each class and each dtype once, or twice.
 FAST = {
@@ -327,7 +332,7 @@ FAST = {
     Cell("deepseek_v3", "ours", torch.float32),
     Cell("deepseek_v32", "ours", torch.float32),
     Cell("glm4_moe_lite", "ours", torch.bfloat16),
-    Cell("hunyuan_v1_moe", "ours", torch.float32),
+    Cell("hunyuan_v1_moe", "stock", torch.float32),
 }
 
 
@@ -372,8 +377,7 @@ def test_a_compiled_model_computes_what_the_eager_one_does(cell: Cell, tmp_path:
         ("qwen3_moe", "stock"),
         *(
             pytest.param(name, whose, marks=pytest.mark.slow)
-            for name in (*ARCHITECTURES, *OTHERS)
-            for whose in ("ours", "stock")
+            for name, whose in CLASSES
             if (name, whose) not in {("gpt_oss", "ours"), ("qwen3_moe", "stock")}
         ),
     ],
@@ -452,7 +456,7 @@ def test_a_model_served_in_bf16_is_as_close_to_fp32_as_hugging_face_is(
     assert 0 < median_error(found, expected) < limit
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *STOCK])
 def test_registered_experts_compute_what_those_of_transformers_do(name: str) -> None:
     model = theirs(name)
     model.set_experts_implementation("eager")
