@@ -5,7 +5,7 @@ T tokens, D model width, H head width, V vocabulary, R rows with logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, Self
 
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from atomc.models.config import AttentionConfig, DecoderConfig
 from atomc.models.layers import RMSNorm
 from atomc.models.rotary import Rotary
 
-# How modules and parameters of these names are divided over devices, in the words of
-# atomc.parallel.shard_plan. Others (norms, routers) are whole on every device.
+# How modules and parameters are divided over devices, by the last part of their names, in the words
+# of atomc.parallel.shard_plan. Others (norms, routers, indexers, vision encoders) are whole; delta
+# nets are divided by heads (atomc.parallel.delta_nets).
 DECODER_SHARD = {
     "embed_tokens": "embedding_rowwise",
     "q_proj": "colwise",
@@ -126,9 +127,11 @@ class CausalLM(nn.Module):
     """A decoder and its head, which may share the weight of the embedding.
 
     config_class  of the model; its __init__ takes such a config, and draft_layer if it has one
+    SHARD         as DECODER_SHARD
     """
 
     config_class: ClassVar[type[DecoderConfig]]
+    SHARD: ClassVar[Mapping[str, str]] = DECODER_SHARD
 
     def __init__(
         self,

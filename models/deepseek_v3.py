@@ -44,8 +44,6 @@ from atomc.models.rotary import (
     yarn_mscale,
 )
 
-# The projections to the latents and their norms are on every device.
-SHARD = DECODER_SHARD | {"q_b_proj": "colwise", "kv_b_proj": "colwise"}
 # Of the norms of the latents, whatever rms_norm_eps is.
 LATENT_EPS = 1e-6
 # Values of topk_method -> scores of its router.
@@ -212,6 +210,8 @@ class DeepseekV3ForCausalLM(WithNumberedDraftLayer):
 
     config_class: ClassVar[type[DecoderConfig]] = Config
     attention_class: ClassVar[type[Attention]] = Attention
+    # The projections to the latents and their norms are on every device.
+    SHARD = DECODER_SHARD | {"q_b_proj": "colwise", "kv_b_proj": "colwise"}
     # Of the config class of transformers.
     DEFAULTS: ClassVar[dict[str, JSONLike]] = {
         "moe_intermediate_size": 2048,

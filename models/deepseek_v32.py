@@ -15,8 +15,6 @@ from atomc.models import deepseek_v3
 from atomc.models.config import integer, model_type, only
 from atomc.models.rotary import apply_partial_rope
 
-# The indexer is on every device.
-SHARD = deepseek_v3.SHARD
 INDEX_EPS = 1e-6
 
 

@@ -21,13 +21,11 @@ from atomc.models.config import (
     head_fields,
     only,
 )
-from atomc.models.decoder import DECODER_SHARD, GroupedQueryAttention, Layer
+from atomc.models.decoder import GroupedQueryAttention, Layer
 from atomc.models.grouped_experts import GroupedExpertsConfig, MoE
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.mtp import DraftLayer, WithNumberedDraftLayer
 from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
-
-SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,6 @@ from atomc.models.decoder import DECODER_SHARD, CausalLM, GroupedQueryAttention,
 from atomc.models.experts import Experts
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
-SHARD = DECODER_SHARD | {"sinks": "colwise"}  # like query heads
-
 # Of a config without rope_parameters.
 ROPE: JSONMapping = {
     "rope_type": "yarn",
@@ -156,6 +154,7 @@ class MLP(nn.Module):
 
 class GptOssForCausalLM(CausalLM):
     config_class = Config
+    SHARD = DECODER_SHARD | {"sinks": "colwise"}  # like query heads
 
     def __init__(self, config: Config):
         windows = {"full_attention": 0, "sliding_attention": config.sliding_window}

@@ -13,11 +13,9 @@ from torch import Tensor
 from atomc import ops
 from atomc.files.json_types import JSONMapping
 from atomc.models.config import AttentionConfig, head_fields, integer, only
-from atomc.models.decoder import DECODER_SHARD, CausalLM, GroupedQueryAttention, Layer
+from atomc.models.decoder import CausalLM, GroupedQueryAttention, Layer
 from atomc.models.layers import MLP
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
-
-SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True, kw_only=True)

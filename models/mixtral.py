@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from atomc.files.json_types import JSONMapping
 from atomc.models import experts
 from atomc.models.config import AttentionConfig, expert_fields, head_fields, integer, only
-from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
+from atomc.models.decoder import CausalLM, Layer
 from atomc.models.experts import Experts
 from atomc.models.llama import Attention
 from atomc.models.rotary import Rotary, rope_parameters
-
-SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,9 @@ from atomc.models.config import (
     layer_types,
     only,
 )
-from atomc.models.decoder import DECODER_SHARD, CausalLM, GroupedQueryAttention, Layer
+from atomc.models.decoder import CausalLM, GroupedQueryAttention, Layer
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
-
-SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from atomc.files.json_types import JSONMapping
 from atomc.models.config import text_config
-from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
+from atomc.models.decoder import CausalLM, Layer
 from atomc.models.gated_delta_net import (
     DeltaNet,
     DeltaNetLayer,
@@ -23,9 +23,6 @@ from atomc.models.layers import MLP, OnePlusRMSNorm
 from atomc.models.mtp import MTP, WithMTP
 from atomc.models.qwen3_next import Attention, ExpertsConfig, MoE
 from atomc.models.rotary import Rotary
-
-# Delta nets are divided by heads: see atomc.parallel.delta_nets.
-SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True, kw_only=True)

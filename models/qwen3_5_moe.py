@@ -7,8 +7,6 @@ from atomc.files.json_types import JSONMapping
 from atomc.models import qwen3_5
 from atomc.models.qwen3_next import ExpertsConfig
 
-SHARD = qwen3_5.SHARD
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ExpertsConfig):

@@ -7,7 +7,6 @@ from typing import ClassVar, Self
 from atomc.files.json_types import JSONMapping
 from atomc.models import qwen3_5, qwen3_5_moe
 from atomc.models.config import flag
-from atomc.models.decoder import DECODER_SHARD
 from atomc.models.layers import OnePlusRMSNorm
 from atomc.models.mtp import WithMTP
 from atomc.models.vision_language import (
@@ -18,8 +17,6 @@ from atomc.models.vision_language import (
     part,
 )
 
-# The vision encoder is on every device.
-SHARD = DECODER_SHARD
 # Of transformers' config classes.
 MROPE_SECTION = (11, 11, 10)
 

@@ -22,13 +22,11 @@ from atomc.models.config import (
     model_type,
     only,
 )
-from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
+from atomc.models.decoder import CausalLM, Layer
 from atomc.models.experts import Experts
 from atomc.models.layers import MLP
 from atomc.models.qwen3 import Attention, sliding_window
 from atomc.models.rotary import Rotary, rope_parameters
-
-SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True, kw_only=True)

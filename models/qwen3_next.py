@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from atomc import ops
 from atomc.files.json_types import JSONMapping
 from atomc.models.config import AttentionConfig, expert_fields
-from atomc.models.decoder import DECODER_SHARD, CausalLM, GroupedQueryAttention, Layer
+from atomc.models.decoder import CausalLM, GroupedQueryAttention, Layer
 from atomc.models.experts import Experts
 from atomc.models.gated_delta_net import (
     DeltaNet,
@@ -28,9 +28,6 @@ from atomc.models.layers import MLP, OnePlusRMSNorm
 from atomc.models.mtp import MTP, WithMTP
 from atomc.models.qwen3_moe import Router, RouterConfig, moe_layers
 from atomc.models.rotary import Rotary, apply_partial_rope
-
-# Delta nets are divided by heads: see atomc.parallel.delta_nets.
-SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,8 @@ from typing import Self
 from atomc.files.json_types import JSONMapping
 from atomc.models import qwen3
 from atomc.models.config import flag
-from atomc.models.decoder import DECODER_SHARD
 from atomc.models.vision_language import Images, ImageTokens, VisionLanguageModel, part
 
-# The vision encoder is on every device.
-SHARD = DECODER_SHARD
 # Of transformers' config classes, where they differ from Qwen3's.
 TEXT_DEFAULTS = {
     "num_key_value_heads": 32,

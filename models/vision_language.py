@@ -6,15 +6,15 @@ L), V vocabulary, R rows with logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor of tokens then has B before T.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from atomc.files.json_types import JSONLike, JSONMapping
 from atomc.models.config import DecoderConfig, integer, model_type
-from atomc.models.decoder import Decoder, Norm
+from atomc.models.decoder import DECODER_SHARD, Decoder, Norm
 from atomc.models.layers import RMSNorm
 from atomc.models.mrope import MRotary, mrope_section
 from atomc.models.mtp import DraftModel
@@ -118,6 +118,8 @@ class Model(nn.Module):
 
 class VisionLanguageModel(nn.Module, EncodesImages):
     """config: that of the language model, whose fields the runtime reads."""
+
+    SHARD: ClassVar[Mapping[str, str]] = DECODER_SHARD
 
     def __init__(
         self,

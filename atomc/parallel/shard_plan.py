@@ -1,7 +1,7 @@
 """The plan of a model: how each of its modules and parameters is divided over the ranks.
 
-The words are those of transformers' plans (base_model_tp_plan). A model of atomc has SHARD in its
-file: the last part of a name -> the word.
+The words are those of transformers' plans (base_model_tp_plan). The class of a model of atomc has
+SHARD: the last part of a name -> the word.
 
     colwise                 a linear layer by its outputs; so is a bare parameter by its first
                             dimension
@@ -19,7 +19,6 @@ file: the last part of a name -> the word.
 """
 
 import re
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -53,7 +52,7 @@ def plan_of(model: nn.Module, *, ep: bool = False) -> ShardPlan:
         patterns = {prefix + name: how for name, how in _plan_of_transformers(hf_model, ep).items()}
         words = _match_pattern(model, patterns)
     else:
-        words = _match_last_part(model, _plan_of_file(model))
+        words = _match_last_part(model, getattr(model, "SHARD", {}))
     if ep:
         words = _divide_by_expert(model, words)
     unknown = sorted({how for how in words.values() if how not in LAYERS | WHOLE})
@@ -66,7 +65,7 @@ def plan_of(model: nn.Module, *, ep: bool = False) -> ShardPlan:
     if not any(how in ("rowwise", *SPLIT_INPUT, *EXPERTS) for how in words.values()):
         raise ValueError(
             f"{type(hf_model).__name__} does not define how it is divided over devices: it has "
-            "neither a base_model_tp_plan nor SHARD in its file"
+            "neither a base_model_tp_plan nor SHARD"
         )
     return words
 
@@ -81,15 +80,6 @@ def _plan_of_transformers(hf_model: Any, ep: bool) -> ShardPlan:
     # transformers 5.17 has no property for it.
     ep_plan = getattr(hf_model, "ep_plan", None) or getattr(hf_model, "_ep_plan", None) or {}
     return {**plan, **ep_plan}
-
-
-def _plan_of_file(model: nn.Module) -> ShardPlan:
-    """SHARD in the file of the model's class, or of the closest one that it inherits from."""
-    for kind in type(model).__mro__:
-        plan: ShardPlan | None = getattr(sys.modules[kind.__module__], "SHARD", None)
-        if plan is not None:
-            return plan
-    return {}
 
 
 def _names(model: nn.Module) -> list[str]:
