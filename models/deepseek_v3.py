@@ -3,7 +3,6 @@ experts beside shared ones.
 
 T tokens, D model width, N heads, H width of queries and keys, of which the last R columns are
 rotated, V width of values, L width of the latent, E experts.
-Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
 from dataclasses import dataclass

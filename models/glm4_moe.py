@@ -1,9 +1,7 @@
 """GLM-4.5: dense layers, then layers of experts beside shared ones, chosen as in DeepSeek-V3; a
 part of each head is rotated.
 
-T tokens, D model width, N query heads, K key/value heads, H head width, E experts, V vocabulary, R
-rows with logits.
-Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+T tokens, D model width, N query heads, K key/value heads, H head width, E experts.
 """
 
 from dataclasses import dataclass

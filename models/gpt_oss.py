@@ -2,8 +2,7 @@
 with biases and a clamped SwiGLU.
 
 T tokens, D model width, N query heads, K key/value heads, H head width, E experts, k experts of
-each token, V vocabulary, R rows with logits.
-Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+each token.
 """
 
 from dataclasses import dataclass

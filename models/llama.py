@@ -1,8 +1,6 @@
 """Llama 2 and 3, and Mistral: grouped-query attention, rotary positions, gated MLP, pre-norm.
 
-T tokens, D model width, N query heads, K key/value heads, H head width, V vocabulary, R rows with
-logits.
-Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+T tokens, D model width, N query heads, K key/value heads, H head width.
 """
 
 from dataclasses import dataclass

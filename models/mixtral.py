@@ -1,8 +1,6 @@
 """Mixtral: Mistral with a mixture of experts in place of each MLP (Jiang et al. 2024).
 
-T tokens, D model width, N query heads, K key/value heads, H head width, E experts, V vocabulary, R
-rows with logits.
-Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+T tokens, D model width, N query heads, K key/value heads, H head width, E experts.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Qwen3 (dense): Llama with a norm on each query and key head, and a window on some layers.
 
-T tokens, D model width, N query heads, K key/value heads, H head width, V vocabulary, R rows with
-logits.
-Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+T tokens, D model width, N query heads, K key/value heads, H head width.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Qwen3-MoE: Qwen3 whose MLPs are mixtures of experts (Yang et al. 2025), all or some of them.
 
-T tokens, D model width, N query heads, K key/value heads, H head width, E experts, V vocabulary, R
-rows with logits.
-Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+T tokens, D model width, N query heads, K key/value heads, H head width, E experts.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,6 @@ one (Qwen 2025).
 
 T tokens, D model width, N query heads, K key/value heads, H head width, E experts. In a DeltaNet: K
 key heads, N value heads of width V, C columns of what is projected.
-Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
 from dataclasses import dataclass
