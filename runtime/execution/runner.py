@@ -208,13 +208,11 @@ class Runner:
                     self.draft.propose(shape, name)
         return logits
 
-    def logits(self, step: ScheduledStep, *, num_rows: int = 0) -> Tensor:
+    def logits(self, step: ScheduledStep) -> Tensor:
         """Logits [R, V] of the output rows of the step's chunks, on the device; the next call may
         overwrite them. Before the last stage of a pipeline, which has them: its states [T, D].
-
-        num_rows   pad to this many rows, which does not change the results
         """
-        return self._staged(step, partial(self._logits, num_rows=num_rows))
+        return self._staged(step, self._logits)
 
     def _staged(self, step: ScheduledStep, run: Callable[[ScheduledStep], Tensor]) -> Tensor:
         """The results of `run`, for the whole step or in micro-batches."""
@@ -236,7 +234,7 @@ class Runner:
         self._states.copy(step.snapshots)
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def _logits(self, step: ScheduledStep, num_rows: int) -> Tensor:
+    def _logits(self, step: ScheduledStep) -> Tensor:
         self._kind, variant = next(
             (name, variant) for name, variant in self.variants.items() if variant.runs(step)
         )
@@ -254,7 +252,7 @@ class Runner:
         else:
             reason = "more rows than any graph"
         self.steps[f"eager: {reason}{variant.label}"] += 1
-        return self._eager(variant.program, step, size, num_rows)
+        return self._eager(variant.program, step, size)
 
     def _captured_shape(self, graphs: StepGraphs, size: StepSize) -> StepShape | None:
         """The smallest captured shape for such a step, or None; a smaller one that is missing is
@@ -314,18 +312,14 @@ class Runner:
         program = self.programs.hidden
         assert program is not None, "prepare_pooling was not called"
         self.steps["eager: hidden states"] += 1
-        return self._staged(step, lambda part: self._eager(program, part, part.padded_size, 0))
+        return self._staged(step, lambda part: self._eager(program, part, part.padded_size))
 
-    def _eager(
-        self, program: Program, step: ScheduledStep, size: StepSize, num_rows: int
-    ) -> Tensor:
-        rows, sequences, wanted, longest, _ = size
-        num_rows = max(num_rows, rows)
+    def _eager(self, program: Program, step: ScheduledStep, size: StepSize) -> Tensor:
         if program.repeats:
-            shape = smallest_shape(self.shapes, num_rows, sequences, wanted, longest)
+            shape = smallest_shape(self.shapes, *size[:4])
             if shape is not None:
                 return self._padded(step, shape, partial(self._run, program, repeat=True))
-        self._shape = self.input_batch.write(step, num_rows=num_rows)
+        self._shape = self.input_batch.write(step, num_rows=size.rows)
         return self._run(program, self._shape)
 
     def _run(self, program: Program, shape: StepShape, *, repeat: bool = False) -> Tensor:

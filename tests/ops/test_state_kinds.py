@@ -261,7 +261,8 @@ def test_padding_and_warm_up_write_the_spare_slot_only():
     assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
     # A step that is padded writes the slots of its sequences, and no others.
     chunk = Chunk("a", 1, (5, 6), 0, ((0, (2,)),), num_samples=1, num_output_rows=1)
-    logits = runner.logits(ScheduledStep((chunk,)), num_rows=9)
+    step = ScheduledStep((chunk,))
+    logits = runner.logits(step._replace(size=step.padded_size._replace(rows=9)))
     torch.testing.assert_close(
         logits[0], toy("mixed")(torch.tensor([5, 6]), torch.arange(2))[-1], atol=1e-6, rtol=0
     )

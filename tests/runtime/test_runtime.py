@@ -193,7 +193,8 @@ def run_and_compare(runner, scheduler, alone, requests, arrivals=None, aborts=No
             if now >= max(arrivals.values(), default=0):
                 return now, gave_way
             continue
-        logits = runner.logits(step, num_rows=step.num_tokens + padding if padding else 0)
+        size = step.padded_size
+        logits = runner.logits(step._replace(size=size._replace(rows=size.rows + padding)))
         drawing = [chunk for chunk in step.chunks if chunk.num_samples]
         assert logits.shape == (len(drawing), VOCAB)
         for row, chunk in zip(logits, drawing, strict=True):
