@@ -353,44 +353,6 @@ class Engine:
         self._runner.capture_missing(max(missing, key=missing.__getitem__))
         return True
 
-    def embed(
-        self, prompts: Sequence[Sequence[int]], pooling: Pooling = "mean"
-    ) -> list[list[float]]:
-        """The mean of each prompt's hidden states, or the last one; not normalized.
-
-        Runs requests with `pooling` together with other requests. The first call compiles the model
-        again, without its head. Raises ValueError as `add` does, before any computation, and for a
-        model whose head is not known; RequestFailed if hidden states are NaN.
-        """
-        requests = [
-            self.request(f"embed {i}", prompt, pooling=pooling) for i, prompt in enumerate(prompts)
-        ]
-        for request in requests:
-            self.refuse(request)
-        ids = {request.id for request in requests}
-        embeddings: dict[str, list[float]] = {}
-        waiting = requests.copy()
-        try:
-            while len(embeddings) < len(requests):
-                while waiting and len(self.scheduler.waiting) < self.config.max_queue:
-                    self.add(waiting.pop(0))
-                outputs = self.step()
-                self._outputs += [output for output in outputs if output.request_id not in ids]
-                for output in outputs:
-                    if output.request_id in ids:
-                        if output.error is not None:
-                            raise RequestFailed(output.error)
-                        embeddings[output.request_id] = list(output.embedding or ())
-        finally:
-            for request in requests:
-                self.abort(request.id)
-        return [embeddings[request.id] for request in requests]
-
-    @property
-    def can_pool(self) -> bool:
-        """Whether the program for pooling is compiled."""
-        return self.executor.can_pool
-
     @torch_modes_off()
     def prepare_pooling(self) -> None:
         """Compile the model without its head, over the same weights and caches. Steps may run
@@ -622,10 +584,6 @@ class Engine:
     def _refuse_asleep(self) -> None:
         if self.is_sleeping:
             raise EngineAsleep
-
-    def raise_failure(self) -> None:
-        """Raise RankFailed if another rank has failed."""
-        self.executor.raise_failure()
 
     def close(self) -> None:
         """End the processes of other ranks, if there are any. The engine cannot be used then."""

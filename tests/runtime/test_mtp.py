@@ -41,6 +41,7 @@ from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import equality
+from embeddings import embed
 
 pytestmark = pytest.mark.xdist_group("mtp")
 
@@ -277,11 +278,11 @@ def test_a_shared_prefix_changes_no_result_and_its_own_drafts_at_most_by_the_las
 @pytest.mark.rotating
 def test_a_pooled_request_shares_no_blocks_with_requests_that_draft(drafting):
     prompt = prompt_of(8, 64)
-    drafting.embed([prompt], "last")
+    embed(drafting, [prompt], "last")
     hits = drafting.stats().prefix_hits
     run(drafting, drafting.request("a", prompt, SamplingParams(max_tokens=2)))
     assert drafting.stats().prefix_hits == hits
-    drafting.embed([prompt], "last")
+    embed(drafting, [prompt], "last")
     assert drafting.stats().prefix_hits > hits
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from embeddings import embed
 
 from atomc import demo
 from atomc.errors import RunError
@@ -85,11 +86,11 @@ def test_an_update_is_noticed_after_requests_that_a_stop_token_has_ended():
 def test_an_update_also_reaches_pooled_hidden_states():
     model = built()
     llm = rollouts(model)
-    (before,) = llm.engine.embed([PROMPT])
+    (before,) = embed(llm.engine, [PROMPT])
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
             parameter.mul_(-1.1)
-    (after,) = llm.engine.embed([PROMPT])
+    (after,) = embed(llm.engine, [PROMPT])
     (expected,) = model.model(torch.tensor([PROMPT])).last_hidden_state.mean(1).tolist()
     assert after == pytest.approx(expected, abs=1e-4) != pytest.approx(before, abs=0.01)
 

@@ -1,9 +1,11 @@
 """sleep frees the memory that is no weight, and after wake_up everything computes as before."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
+from embeddings import embed
 from test_rollouts import GREEDY, PROMPT, built, own_tokens, rollouts, train
 from tiny_mtp import QWENS, tiny_model
 from tracked_bytes import TrackedBytes
@@ -53,7 +55,7 @@ def test_asleep_no_byte_of_state_is_held_and_awake_the_tokens_are_the_same(kind)
     params = GREEDY if kind == "attention" else DRAFTED
     llm = rollouts(built()) if kind == "attention" else with_drafts()
     (before,) = llm.generate([PROMPT], params)
-    llm.engine.embed([PROMPT])  # a program of its own over the same state
+    embed(llm.engine, [PROMPT])  # a program of its own over the same state
     state = state_bytes(llm)
     with TrackedBytes() as tracked:
         awake = tracked.held()
@@ -70,7 +72,7 @@ def test_asleep_no_byte_of_state_is_held_and_awake_the_tokens_are_the_same(kind)
             assert found.token_ids == before.token_ids and found.num_cached == 0
             (again,) = llm.generate([PROMPT], params)
             assert again.token_ids == before.token_ids and again.num_cached > 0
-            assert llm.engine.embed([PROMPT])
+            assert embed(llm.engine, [PROMPT])
     assert state > (30_000 if kind == "attention" else 300_000)
 
 
@@ -79,7 +81,7 @@ def test_asleep_generating_is_one_error_and_weights_may_change():
     llm, optimizer = rollouts(model), torch.optim.AdamW(model.parameters(), lr=0.03)
     (before,) = llm.generate([PROMPT], GREEDY)
     llm.sleep()
-    for call in (llm.generate, llm.score, llm.engine.embed):
+    for call in (llm.generate, llm.score, partial(embed, llm.engine)):
         with pytest.raises(RunError, match=r"the model sleeps, .*: call wake_up"):
             call([PROMPT])
     with pytest.raises(RunError, match="the model sleeps"):

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from embeddings import embed
 from state_toy import (
     VOCAB,
     WIDTH,
@@ -335,12 +336,12 @@ def test_embeddings_start_from_snapshots_too():
     engine = sharing("lasting")
     prefix, *tails = prompts_of(40, 3, 5, seed=5)
     prompts = [[*prefix, *tail] for tail in tails]
-    found = engine.embed(prompts, "last")
+    found = embed(engine, prompts, "last")
     assert engine.stats().snapshot_hits == 1
-    engine.embed(prompts, "mean")  # which needs every row
+    embed(engine, prompts, "mean")  # which needs every row
     assert engine.stats().snapshot_hits == 1
     engine.scheduler.forget_counts()  # each request is now the other one
-    other = engine.embed(prompts[::-1], "last")[::-1]
+    other = embed(engine, prompts[::-1], "last")[::-1]
     assert engine.stats().snapshot_hits == 1
     torch.testing.assert_close(torch.tensor(other), torch.tensor(found), atol=1e-6, rtol=0)
 

@@ -113,7 +113,7 @@ class CompileQueue:
 
     def _is_ready(self, key: CompileKey) -> bool:
         if isinstance(key, str):
-            return self._engine.can_pool
+            return self._engine.executor.can_pool
         return self._compiler is None or self._compiler.is_cached(key)
 
     def _submit(self, key: CompileKey) -> "Future[None]":

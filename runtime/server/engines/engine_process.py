@@ -211,7 +211,7 @@ class EngineLoop:
                 self._submit(submit, error)
                 if time.monotonic() > until:
                     break
-            self.engine.raise_failure()
+            self.engine.executor.raise_failure()
             if self.engine.has_work:
                 self._add_outputs(self.engine.step())
             if self._progress != Progress():

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from embeddings import embed
 from fake_group import without_groups
 from tensor_parallel_ranks import fill
 from test_quant_experts_checkpoints import GPT_OSS, WIDE, blocks
@@ -357,7 +358,7 @@ def test_requests_of_all_kinds_are_divided_among_ranks_that_share_experts(tmp_pa
             tokens = [(each.token_ids, each.finish_reason) for each in found]
             logprobs = [each.logprobs and len(each.logprobs) for each in found]
             scored = [each.prompt_logprobs and len(each.prompt_logprobs) for each in found]
-            embedded = llm.engine.embed([prompt for prompt in prompts if len(prompt) > 1])
+            embedded = embed(llm.engine, [prompt for prompt in prompts if len(prompt) > 1])
             llm.engine.check()
             return tokens, logprobs, scored, torch.tensor(embedded)
 

@@ -21,7 +21,7 @@ def test_it_is_busy_until_a_compile_ends_whose_request_was_aborted() -> None:
     may_end, ended = threading.Event(), threading.Event()
     engine: Any = SimpleNamespace(
         structured_outputs=SimpleNamespace(compiler=no_compiler),
-        can_pool=False,
+        executor=SimpleNamespace(can_pool=False),
         prepare_pooling=lambda: may_end.wait(10),
     )
     queue = CompileQueue(engine)
