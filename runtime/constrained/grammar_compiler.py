@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from atomc.runtime.constrained.grammar_source import parser_limits
 from atomc.runtime.constrained.grammar_validator import GrammarValidator
 from atomc.runtime.requests.sampling_params import Structured
-from atomc.runtime.text.detokenizer import TokenTexts
+from atomc.runtime.text.detokenizer import Tokenizer, TokenTexts
 
 if TYPE_CHECKING:  # optional
     from llguidance import LLMatcher
@@ -46,20 +46,18 @@ def full_mask(num_rows: int, vocab_size: int) -> Tensor:
 class GrammarCompiler:
     """Compiles and caches the grammars of requests. Thread-safe.
 
-    tokenizer     a `tokenizers.Tokenizer`, or a transformers tokenizer that contains one
     eos_ids       tokens that can end an output
     vocab_size    the model's; tokens that the tokenizer does not have are never allowed
     seconds       CPU time limit for compiling one grammar
     cache_bytes   size of the LRU cache of compiled grammars
 
     A grammar's size is the memory that its validation took (GrammarValidator). Raises ImportError,
-    naming the extra to install, if llguidance is missing, and ValueError for an unsuitable
-    tokenizer or empty eos_ids.
+    naming the extra to install, if llguidance is missing, and ValueError for empty eos_ids.
     """
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: "Tokenizer",
         eos_ids: frozenset[int],
         vocab_size: int,
         *,
@@ -77,17 +75,11 @@ class GrammarCompiler:
                 "structured output needs an end-of-sequence token: the model has no eos_token_id "
                 "in generation_config.json or config.json"
             )
-        inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        if not hasattr(inner, "to_str"):
-            raise ValueError(
-                "structured output needs a tokenizer with a tokenizer.json, not "
-                f"{type(tokenizer).__name__}"
-            )
         self.eos_ids = eos_ids
-        self.vocab_size = max(vocab_size, inner.get_vocab_size())
+        self.vocab_size = max(vocab_size, tokenizer.get_vocab_size())
         self.cache_bytes = cache_bytes
         self._library = llguidance
-        text = _tokenizer_json(inner)
+        text = _tokenizer_json(tokenizer)
         self._validator = GrammarValidator(
             text, self.vocab_size, eos_ids, seconds=seconds, memory=COMPILE_MEMORY_BYTES
         )
@@ -240,7 +232,7 @@ class GrammarMatcher:
         return bool(self.inner.try_consume_tokens([token]) == 1)
 
 
-def _tokenizer_json(tokenizer: Any) -> str:
+def _tokenizer_json(tokenizer: "Tokenizer") -> str:
     """The tokenizer as JSON, with the added tokens that are text, such as <think>, in its
     vocabulary: llguidance allows no added token in the form <...> in a text.
     """

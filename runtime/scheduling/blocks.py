@@ -97,8 +97,6 @@ class BlockPool:
     windows   attention window of each group in tokens; 0: all tokens are kept. Blocks outside the
               window are released. Without groups there is no state per token, and any request fits
     shares    whether owners may share full blocks with equal content (prefix cache)
-
-    Raises ValueError for sizes below 1.
     """
 
     def __init__(
@@ -110,11 +108,6 @@ class BlockPool:
         shares: bool = True,
     ) -> None:
         counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else list(num_blocks)
-        if min(counts, default=1) < 1 or block_size < 1:
-            raise ValueError(
-                f"a pool of {min(counts, default=0)} blocks of {block_size} tokens is empty, "
-                "expected at least 1 block and 1 token"
-            )
         self.block_size = block_size
         self.shares = shares
         self.groups = [

@@ -55,8 +55,6 @@ class Scheduler:
                     model writes there
     images          None: the model takes no images
     image_queue_bytes   limit of the pixels of all requests
-
-    Raises ValueError for limits below 1.
     """
 
     def __init__(
@@ -75,13 +73,6 @@ class Scheduler:
         images: ImageLimits | None = None,
         image_queue_bytes: int = 2**62,
     ) -> None:
-        for name, value in (
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("max_model_len", max_model_len),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, it must be at least 1")
         self.pool, self.counters = pool, Counters()
         self.request_errors = request_errors or RequestErrors()
         self.max_num_seqs = max_num_seqs

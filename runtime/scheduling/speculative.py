@@ -22,15 +22,9 @@ class NGramProposer:
 
     Uses the longest n-gram of `shortest` to `longest` tokens that occurred before. Occurrences are
     indexed: a call reads only the tokens added since the previous call.
-
-    Raises ValueError unless 1 <= shortest <= longest.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        if not 1 <= shortest <= longest:
-            raise ValueError(
-                f"n-grams of {shortest} to {longest} tokens, expected 1 <= shortest <= longest"
-            )
         self.lengths = range(longest, shortest - 1, -1)
         # End of the last occurrence of each n-gram that is followed by a token; n-grams that end at
         # `read` or later are not indexed yet.

@@ -468,22 +468,9 @@ def test_rows_without_a_form_may_draw_anything():
     assert tokens[0] == VOCAB - 1 and DEMO.id_to_token(tokens[1]) in {"y", "ye", "yes", "n", "no"}
 
 
-def test_a_tokenizer_of_transformers_will_do():
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=DEMO)
-    matcher = (
-        GrammarCompiler(tokenizer, frozenset({END}), VOCAB)
-        .compile(Structured(regex="once"))
-        .matcher()
-    )
-    assert all(matcher.accept(token) for token in DEMO.encode("once").ids) and matcher.complete
-
-
-def test_a_model_without_an_end_and_a_tokenizer_without_a_vocabulary_are_refused():
+def test_a_model_without_an_end_is_refused():
     with pytest.raises(ValueError, match="needs an end-of-sequence token"):
         GrammarCompiler(DEMO, frozenset(), VOCAB)
-    with pytest.raises(ValueError, match=r"needs a tokenizer with a tokenizer.json, not object"):
-        GrammarCompiler(object(), frozenset({END}), VOCAB)
 
 
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch):

@@ -1,6 +1,5 @@
 """The pool of cache blocks: one owner for each block, and nothing lost."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,11 +76,6 @@ def test_blocks_without_a_name_are_not_found_and_are_still_owned():
     pool.release("b")
     assert pool.num_free == 4
     pool.check()
-
-
-def test_an_empty_pool_is_refused():
-    with pytest.raises(ValueError, match="a pool of 0 blocks of 16 tokens is empty"):
-        BlockPool(num_blocks=0, block_size=16)
 
 
 @given(

@@ -219,12 +219,6 @@ def test_an_empty_prompt_is_refused():
         Request("a", [])
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
-def test_a_limit_below_one_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name} is 0"):
-        scheduler(**{name: 0})
-
-
 def test_a_sequence_stops_at_the_longest_that_fits():
     s = scheduler(num_blocks=2, block_size=4)
     a = request("a", 6, max_tokens=50)

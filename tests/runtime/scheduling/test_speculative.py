@@ -35,11 +35,6 @@ def test_a_repetition_goes_on():
     assert NGramProposer(2, 3).propose([1, 2, 3, 1, 2, 3, 1], 7) == [2, 3, 1, 2, 3, 1, 2]
 
 
-def test_sizes_that_are_no_range_are_refused():
-    with pytest.raises(ValueError, match="n-grams of 3 to 2 tokens"):
-        NGramProposer(3, 2)
-
-
 def slow_proposal(tokens, count, shortest, longest):
     for length in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 1, length - 1, -1):
