@@ -34,10 +34,11 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router `gate` and its `experts`, which a model makes."""
+    """Experts and their router `gate`: x [T, H] -> ids [T, k], weights [T, k]."""
 
-    gate: nn.Module
-    experts: Experts
+    def __init__(self, gate: nn.Module, experts: Experts):
+        super().__init__()
+        self.gate, self.experts = gate, experts
 
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.flatten(0, -2)

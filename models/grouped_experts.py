@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atomc.models import experts
 from atomc.models.config import DecoderConfig
-from atomc.models.experts import Experts
 from atomc.models.layers import MLP
 
 
@@ -88,19 +88,17 @@ def mask_other_groups(scores_TE: Tensor, best: Tensor, count: int, value: float)
 RouterClass = Callable[[GroupedExpertsConfig], nn.Module]
 
 
-class MoE(nn.Module):
+class MoE(experts.MoE):
     """Experts and, beside them, the shared experts of all tokens."""
 
     def __init__(self, config: GroupedExpertsConfig, router: RouterClass = GroupRouter):
-        super().__init__()
         width, expert_width = config.hidden_size, config.moe_intermediate_size
-        self.experts = Experts(config.n_routed_experts, width, expert_width)
-        self.gate = router(config)
+        super().__init__(
+            router(config), experts.Experts(config.n_routed_experts, width, expert_width)
+        )
         self.shared_experts = MLP(width, expert_width * config.n_shared_experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        x_TD = x.flatten(0, -2)
-        ids, weights = self.gate(x_TD)
-        routed: Tensor = self.experts(x_TD, ids, weights)
+        routed = super().forward(x)
         shared: Tensor = self.shared_experts(x)
-        return routed.view_as(x) + shared
+        return routed + shared

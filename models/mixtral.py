@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc.files.json_types import JSONMapping
-from atomc.models import experts
 from atomc.models.config import AttentionConfig, expert_fields, head_fields, integer, only
 from atomc.models.decoder import CausalLM, Layer
-from atomc.models.experts import Experts
+from atomc.models.experts import Experts, MoE
 from atomc.models.llama import Attention
 from atomc.models.rotary import Rotary, rope_parameters
 
@@ -60,18 +59,15 @@ class Router(nn.Module):
         return ids, weights / weights.sum(-1, keepdim=True)
 
 
-class MoE(experts.MoE):
-    def __init__(self, config: Config):
-        super().__init__()
-        self.gate = Router(config)
-        self.experts = Experts(config.num_experts, config.hidden_size, config.intermediate_size)
+def _layer(config: Config) -> Layer:
+    experts = Experts(config.num_experts, config.hidden_size, config.intermediate_size)
+    attention = Attention(config, config.sliding_window or 0)
+    return Layer(config, attention, MoE(Router(config), experts))
 
 
 class MixtralForCausalLM(CausalLM):
     config_class = Config
 
     def __init__(self, config: Config):
-        window = config.sliding_window or 0
-        count = range(config.num_hidden_layers)
-        layers = (Layer(config, Attention(config, window), MoE(config)) for _ in count)
+        layers = (_layer(config) for _ in range(config.num_hidden_layers))
         super().__init__(config, layers, Rotary(config.rope_parameters, config.head_dim))

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc.files.json_types import JSONMapping
-from atomc.models import experts
 from atomc.models.config import (
     AttentionConfig,
     expert_fields,
@@ -21,7 +20,7 @@ from atomc.models.config import (
     only,
 )
 from atomc.models.decoder import CausalLM, Layer
-from atomc.models.experts import Experts
+from atomc.models.experts import Experts, MoE
 from atomc.models.layers import MLP
 from atomc.models.qwen3 import Attention, sliding_window
 from atomc.models.rotary import Rotary, rope_parameters
@@ -88,16 +87,13 @@ class Router(nn.Module):
         return ids, weights.to(x_TD.dtype)
 
 
-class MoE(experts.MoE):
-    def __init__(self, config: Config):
-        super().__init__()
-        self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
-        self.gate = Router(config)
-
-
 def _layer(config: Config, index: int) -> Layer:
-    is_sparse = index in config.moe_layers
-    mlp = MoE(config) if is_sparse else MLP(config.hidden_size, config.intermediate_size)
+    width = config.hidden_size
+    if index in config.moe_layers:
+        experts = Experts(config.num_experts, width, config.moe_intermediate_size)
+        mlp: nn.Module = MoE(Router(config), experts)
+    else:
+        mlp = MLP(width, config.intermediate_size)
     return Layer(config, Attention(config, config.sliding_window or 0), mlp)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from atomc import ops
 from atomc.files.json_types import JSONMapping
+from atomc.models import experts
 from atomc.models.config import AttentionConfig, expert_fields
 from atomc.models.decoder import CausalLM, GroupedQueryAttention, Layer
-from atomc.models.experts import Experts
 from atomc.models.gated_delta_net import (
     DeltaNet,
     DeltaNetLayer,
@@ -100,23 +100,20 @@ def _unpack(net: PackedDeltaNet, qkvz_TC: Tensor, ba_TC: Tensor) -> Projected:
     return Projected(qkv, z_TNV, b_TKG.flatten(-2).sigmoid(), a_TKG.flatten(-2))
 
 
-class MoE(nn.Module):
+class MoE(experts.MoE):
     """Experts, and a shared one whose result has a gate."""
 
     def __init__(self, config: ExpertsConfig):
-        super().__init__()
         width = config.hidden_size
-        self.gate = Router(config)
-        self.experts = Experts(config.num_experts, width, config.moe_intermediate_size)
+        stacked = experts.Experts(config.num_experts, width, config.moe_intermediate_size)
+        super().__init__(Router(config), stacked)
         self.shared_expert = MLP(width, config.shared_expert_intermediate_size)
         self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x_TD = x.flatten(0, -2)
-        ids, weights = self.gate(x_TD)
-        routed: Tensor = self.experts(x_TD, ids, weights)
-        shared: Tensor = self.shared_expert_gate(x_TD).sigmoid() * self.shared_expert(x_TD)
-        return (routed + shared).view_as(x)
+        routed = super().forward(x)
+        shared: Tensor = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        return routed + shared
 
 
 def _layer(config: Config, kind: str, *, experts: bool) -> nn.Module:
