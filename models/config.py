@@ -179,8 +179,7 @@ def head_width(hf: JSONMapping, default: int | None = None) -> int:
     if hf.get("head_dim") is None and default is None and width % heads:
         raise ValueError(
             f"{model_type(hf)}: hidden_size {width} is not a multiple of num_attention_heads "
-            f"{heads}, "
-            "and config.json has no head_dim"
+            f"{heads}, and config.json has no head_dim"
         )
     head_dim = integer(hf, "head_dim", default or width // heads)
     if head_dim % 2:

@@ -27,12 +27,7 @@ from atomc.models.config import (
     only,
 )
 from atomc.models.decoder import DECODER_SHARD, Layer
-from atomc.models.grouped_experts import (
-    GroupedExpertsConfig,
-    GroupRouter,
-    MoE,
-    mask_other_groups,
-)
+from atomc.models.grouped_experts import GroupedExpertsConfig, GroupRouter, MoE, mask_other_groups
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.mtp import DraftLayer, WithNumberedDraftLayer
 from atomc.models.rotary import (

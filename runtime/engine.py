@@ -50,14 +50,7 @@ if TYPE_CHECKING:  # needs pyzmq
     from atomc.runtime.ranks.executor import RankExecutor
 
 # Names that users import from here, besides those defined below.
-__all__ = [
-    "EngineConfig",
-    "Output",
-    "QueueFull",
-    "Request",
-    "SamplingParams",
-    "Stats",
-]
+__all__ = ["EngineConfig", "Output", "QueueFull", "Request", "SamplingParams", "Stats"]
 
 log = logging.getLogger("atomc")
 

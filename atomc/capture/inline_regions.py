@@ -371,9 +371,8 @@ def _check_operands(body: GraphModule, operands: Sequence[Argument], call: Regio
             _tensor(placeholder), _tensor(operand)
         ):
             raise CannotInline(
-                f"{clean_path(_innermost(call.stack))} reads {operand} with another shape, "
-                "dtype or layout "
-                "than the traced layer"
+                f"{clean_path(_innermost(call.stack))} reads {operand} with another shape, dtype "
+                "or layout than the traced layer"
             )
 
 

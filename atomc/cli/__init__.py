@@ -13,17 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from atomc.cli import (
-    audit,
-    bench,
-    diff,
-    doctor,
-    explain,
-    generate,
-    place_experts,
-    run_batch,
-    serve,
-)
+from atomc.cli import audit, bench, diff, doctor, explain, generate, place_experts, run_batch, serve
 from atomc.cli.parser import CommandParser, PrintCompletion
 from atomc.options import let_openmp_sleep
 from atomc.tested_versions import warn_of_untested

@@ -65,8 +65,7 @@ def add(commands: Commands) -> None:
         nargs="?",
         help="a checkpoint directory, a name on the Hugging Face hub, or "
         "package.module:function, which returns a module, (module, args) or (module, args, "
-        "kwargs); "
-        "default: the demo model",
+        "kwargs); default: the demo model",
     )
     _add_input(parser)
     parser.add_argument(

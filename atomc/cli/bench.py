@@ -14,12 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import (
-    Commands,
-    add_number,
-    add_switch,
-    command,
-)
+from atomc.cli.arguments import Commands, add_number, add_switch, command
 from atomc.files.file_of_flag import file_of_flag
 from atomc.files.json_types import JSONLike
 from atomc.runtime.config import EngineConfig
@@ -55,7 +50,6 @@ def add(commands: Commands) -> None:
 
 
 def _add_serve(kinds: Commands) -> None:
-
     parser = command(
         kinds,
         "serve",
@@ -303,7 +297,6 @@ def _add_acceptance(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-
     add_flags(parser, EngineConfig)
     parser.usage = f"{parser.prog} [MODEL] [flags]"
 

@@ -3,11 +3,7 @@
 import argparse
 from pathlib import Path
 
-from atomc.cli.arguments import (
-    Commands,
-    add_switch,
-    command,
-)
+from atomc.cli.arguments import Commands, add_switch, command
 
 
 def add(commands: Commands) -> None:

@@ -10,11 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import (
-    Commands,
-    add_switch,
-    command,
-)
+from atomc.cli.arguments import Commands, add_switch, command
 from atomc.options import Options
 
 if TYPE_CHECKING:

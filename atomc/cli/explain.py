@@ -61,8 +61,7 @@ def add(commands: Commands) -> None:
         nargs="?",
         help="a directory with config.json, a name on the Hugging Face hub, or "
         "package.module:function or file.py:function, which returns a module, (module, args) or "
-        "(module, args, kwargs); "
-        "default: the demo model",
+        "(module, args, kwargs); default: the demo model",
     )
     _add_compile(parser)
     _add_outputs(parser)

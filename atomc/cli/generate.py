@@ -19,16 +19,7 @@ DEMO_PROMPT = "She looked at him and said"
 DEMO_SEED = 4
 MAX_TOKENS = 96
 # Fields of EngineConfig that have flags.
-FIELDS = (
-    "dtype",
-    "device",
-    "quantization",
-    "max_model_len",
-    "threads",
-    "tp",
-    "pp",
-    "self_check",
-)
+FIELDS = ("dtype", "device", "quantization", "max_model_len", "threads", "tp", "pp", "self_check")
 
 
 def add(commands: Commands) -> None:

@@ -9,11 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import (
-    add_number,
-    add_switch,
-    dtype_named,
-)
+from atomc.cli.arguments import add_number, add_switch, dtype_named
 from atomc.files.file_of_flag import file_of_flag
 from atomc.files.json_types import JSONLike
 from atomc.runtime.config import DTYPES, SCHEMES

@@ -30,7 +30,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-
     from_file = (
         read_toml(Path(arguments.config), ServerConfig, EngineConfig) if arguments.config else {}
     )

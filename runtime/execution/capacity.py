@@ -112,10 +112,9 @@ def _left_for_blocks(
         snapshots_part = f" and {snapshots} snapshots" if snapshots else ""
         raise ValueError(
             f"the state of {rows.slots} sequences{twice}{snapshots_part} takes {room - left} bytes "
-            f"({bytes_per_sequence} each), and "
-            f"there is room for {room}: lower max_num_seqs"
-            f"{' or state_snapshots' if snapshots else ''}, or raise gpu_memory_utilization or "
-            "kv_bytes"
+            f"({bytes_per_sequence} each), and there is room for {room}: lower "
+            f"max_num_seqs{' or state_snapshots' if snapshots else ''}, or raise "
+            "gpu_memory_utilization or kv_bytes"
         )
     return left, snapshots
 

@@ -11,13 +11,7 @@ from atomc.runtime.scheduling.prefix_sharing import PrefixSharing
 from atomc.runtime.scheduling.speculative import ForcedAcceptance
 from atomc.runtime.scheduling.state_rows import StateRows
 from atomc.runtime.scheduling.stats import Counters
-from atomc.runtime.scheduling.step import (
-    Admission,
-    Chunk,
-    Copy,
-    ImageRows,
-    ScheduledStep,
-)
+from atomc.runtime.scheduling.step import Admission, Chunk, Copy, ImageRows, ScheduledStep
 
 SEED_BITS = 2**64 - 1
 # A stream with at most this many tokens to compute (its last one, and drafts) is no prompt.

@@ -226,8 +226,7 @@ def _templates_in(config: JSONObject, file: Path) -> dict[str, str]:
             return dict(filter(None, map(_named_template, entries)))
         case other:
             raise ValueError(
-                f"{file}: chat_template is {json_kind(other)}, expected a string or a "
-                "list of "
+                f"{file}: chat_template is {json_kind(other)}, expected a string or a list of "
                 "{name, template}, both strings"
             )
 

@@ -38,9 +38,8 @@ def headline(audit: AuditFindings) -> str:
     if outputs is None:
         return text
     text += (
-        f". Relative error of the outputs against fp32: {outputs['compiled']:.2g}, of the "
-        "original program "
-        f"{outputs['original']:.2g}, bound {outputs['bound']:.2g}"
+        f". Relative error of the outputs against fp32: {outputs['compiled']:.2g}, of the original "
+        f"program {outputs['original']:.2g}, bound {outputs['bound']:.2g}"
     )
     return text + (f". {cause_text(audit['blame'])}" if "blame" in audit else "")
 

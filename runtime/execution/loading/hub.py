@@ -60,9 +60,8 @@ def _downloaded(name: str, weights: bool) -> Path:
         return Path(snapshot_download(name, allow_patterns=[*FILES, *(WEIGHTS if weights else ())]))
     except LocalEntryNotFoundError as error:
         raise ValueError(
-            f"{name} is not a directory and not in the local cache, and the hub cannot be "
-            "reached (or "
-            "HF_HUB_OFFLINE is set): pass a directory, or download it first"
+            f"{name} is not a directory and not in the local cache, and the hub cannot be reached "
+            "(or HF_HUB_OFFLINE is set): pass a directory, or download it first"
         ) from error
     except HfHubHTTPError as error:
         raise ValueError(

@@ -16,11 +16,7 @@ from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, start_chat
 from atomc.runtime.server.http.responses import SSE_DONE, APIError, invalid, sse_event
 from atomc.runtime.server.responses.events import Event, OutputItems
 from atomc.runtime.server.responses.items import input_items, new_id
-from atomc.runtime.server.responses.request import (
-    ResponsesRequest,
-    chat_request,
-    check_supported,
-)
+from atomc.runtime.server.responses.request import ResponsesRequest, chat_request, check_supported
 from atomc.runtime.server.responses.response import DeletedResponse, InputItems
 from atomc.runtime.server.service.generation import Answer
 from atomc.runtime.server.service.logprobs import chat_logprobs, encoded

@@ -17,12 +17,7 @@ from atomc.runtime.images.content_parts import ImageSource
 from atomc.runtime.images.decode import MAX_PIXELS
 from atomc.runtime.images.image_decoder import ImageDecoder, LargeImage
 from atomc.runtime.images.image_error import ImageError
-from atomc.runtime.images.media_access import (
-    MediaAccess,
-    is_data_url,
-    is_web_url,
-    real_folders,
-)
+from atomc.runtime.images.media_access import MediaAccess, is_data_url, is_web_url, real_folders
 from atomc.runtime.images.web_fetch import WebFetch
 from atomc.runtime.requests.request import PromptImage
 from atomc.runtime.server.config import ServerConfig
