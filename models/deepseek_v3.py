@@ -59,7 +59,6 @@ class Config(GroupedExpertsConfig):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         only(hf, "mlp_bias", False)
         only(hf, "moe_layer_freq", 1)

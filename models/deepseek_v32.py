@@ -26,7 +26,6 @@ class Config(deepseek_v3.Config):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         config = super().from_hf(hf)
         only(hf, "rope_interleave", True)
         if hf.get("q_lora_rank") is None:

@@ -96,7 +96,6 @@ class HybridConfig(AttentionConfig):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping, **computed: object) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         heads, rope = head_fields(hf, 256), rope_parameters(hf, PARTIAL_ROTARY)
         return cls.read(

@@ -40,7 +40,6 @@ class Config(AttentionConfig, GroupedExpertsConfig):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         heads, rope = head_fields(hf), rope_parameters(hf, partial=0.5)
         experts, per_token = expert_counts(hf)

@@ -52,7 +52,6 @@ class Config(AttentionConfig):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         layers = integer(hf, "num_hidden_layers")
         alternating = ["sliding_attention", "full_attention"] * layers

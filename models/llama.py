@@ -26,7 +26,6 @@ class Config(AttentionConfig):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         window = None
         # In Mistral's config null means no window, and a missing field means 4096.

@@ -29,7 +29,6 @@ class Config(AttentionConfig):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         window = None if hf.get("sliding_window") is None else integer(hf, "sliding_window")
         return cls.read(

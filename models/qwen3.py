@@ -34,7 +34,6 @@ class Config(AttentionConfig):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         window = sliding_window(hf)
         return cls.read(

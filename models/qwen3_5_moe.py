@@ -15,7 +15,6 @@ class Config(ExpertsConfig):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping, **computed: object) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         return super().from_hf(hf, norm_topk_prob=True, **computed)
 
 

@@ -46,7 +46,6 @@ class Config(RouterConfig):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         return cls.read(
             hf,

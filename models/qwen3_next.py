@@ -39,7 +39,6 @@ class ExpertsConfig(HybridConfig, RouterConfig):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping, **computed: object) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         return super().from_hf(hf, **expert_fields(hf), **computed)
 
 
@@ -50,7 +49,6 @@ class Config(ExpertsConfig):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping, **computed: object) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         return super().from_hf(hf, moe_layers=moe_layers(hf), **computed)
 
 

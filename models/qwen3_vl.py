@@ -27,7 +27,6 @@ class Qwen3VLForConditionalGeneration(VisionLanguageModel):
 
     @classmethod
     def from_hf(cls, hf: JSONMapping) -> Self:
-        """Raises ValueError for a missing field or an unsupported value."""
         tied = {"tie_word_embeddings": flag(hf, "tie_word_embeddings")}
         text = qwen3.Config.from_hf({**TEXT_DEFAULTS, **part(hf, "text_config"), **tied})
         tokens = ImageTokens.from_hf(hf, image=151655, video=151656)
