@@ -500,7 +500,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters since the start, and current gauges."""
-        pools, done, ran = self.scheduler.pools, self.scheduler.counters, self.executor.counts()
+        pools = self.scheduler.pools
         computed = {request.id: request.computed for request in self.scheduler.running}
         return Stats(
             running=len(self.scheduler.running),
@@ -510,19 +510,13 @@ class Engine:
             kv_tokens=sum(pool.num_tokens for pool in pools),
             kv_tokens_used=sum(pool.tokens_used(computed) for pool in pools),
             max_len=self.max_len,
-            steps=ran.steps,
-            graphs=ran.graphs,
-            graph_rows=ran.graph_rows,
-            graph_padding=ran.graph_padding,
             host_ms=self.host_ms,
-            device_busy=ran.device_busy,
-            device_idle=ran.device_idle,
             prompt_limit=self._prompt_limit() or self.executor.limits.max_num_batched_tokens,
-            expert_load=ran.expert_load,
             no_prefix_cache=self.executor.limits.no_prefix_cache,
             snapshots_total=self.executor.limits.capacity.snapshots * len(pools),
             snapshots_held=self.scheduler.num_snapshots,
-            **vars(done),
+            **vars(self.scheduler.counters),
+            **vars(self.executor.counts()),
         )
 
     @torch_modes_off()

@@ -16,6 +16,7 @@ from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.requests.request_errors import RequestError
 from atomc.runtime.scheduling.image_limits import ImageLimits
 from atomc.runtime.scheduling.state_rows import StateRows
+from atomc.runtime.scheduling.stats import StepCounts
 from atomc.runtime.scheduling.step import ScheduledStep
 
 
@@ -88,21 +89,6 @@ class StepResults:
         self.decoded += other.decoded
         self.of_rows |= other.of_rows
         self.errors |= other.errors
-
-
-@dataclass(frozen=True)
-class StepCounts:
-    """Number of steps by kind, rows of those that ran as a CUDA graph, tokens of each expert,
-    seconds of the device, and number of graphs; see Stats.
-    """
-
-    steps: Mapping[str, int]
-    graph_rows: int
-    graph_padding: int
-    expert_load: Mapping[str, Sequence[int]]
-    device_busy: float
-    device_idle: float
-    graphs: int = 0
 
 
 class Launched(Protocol):

@@ -24,7 +24,7 @@ from atomc.runtime.execution.capacity import (
 )
 from atomc.runtime.execution.compile_programs import ProgramCompiler
 from atomc.runtime.execution.device_times import DeviceTimes
-from atomc.runtime.execution.executor import Limits, StepCounts, StepResults
+from atomc.runtime.execution.executor import Limits, StepResults
 from atomc.runtime.execution.expert_load import ExpertLoad, expert_counts, rows_of_experts
 from atomc.runtime.execution.graphs import shapes_for_later, step_shapes
 from atomc.runtime.execution.input_batch import StepShape
@@ -44,7 +44,7 @@ from atomc.runtime.requests.sample_spec import SampleSpec
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.scheduling.image_limits import ImageLimits
 from atomc.runtime.scheduling.state_rows import StateRows
-from atomc.runtime.scheduling.stats import sum_of_loads
+from atomc.runtime.scheduling.stats import StepCounts, sum_of_loads
 from atomc.runtime.scheduling.step import ScheduledStep
 from atomc.stock.adapter import StockModel
 
@@ -438,13 +438,13 @@ class Worker:
         )
         graphs = runner.variants["text"].graphs
         return StepCounts(
-            dict(runner.steps),
-            runner.rows,
-            runner.padding,
-            load,
-            times.busy,
-            times.idle,
-            len(graphs.captured) if graphs is not None else 0,
+            steps=dict(runner.steps),
+            graphs=len(graphs.captured) if graphs is not None else 0,
+            graph_rows=runner.rows,
+            graph_padding=runner.padding,
+            device_busy=times.busy,
+            device_idle=times.idle,
+            expert_load=load,
         )
 
     def forget_counts(self) -> None:

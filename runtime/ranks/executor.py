@@ -12,7 +12,7 @@ from atomc.loading.checkpoint_files import load_config
 from atomc.loading.loader import check_expert_placement
 from atomc.parallel import sizes
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.execution.executor import Launched, StepCounts, StepResults
+from atomc.runtime.execution.executor import Launched, StepResults
 from atomc.runtime.execution.loading.load import config_folder, expert_placement
 from atomc.runtime.execution.threads import choose
 from atomc.runtime.execution.timings import Phases
@@ -32,7 +32,7 @@ from atomc.runtime.ranks.process_group import create_store, join
 from atomc.runtime.ranks.rank_failed import FailureHandler
 from atomc.runtime.ranks.rank_launcher import RankLauncher, place_of
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
-from atomc.runtime.scheduling.stats import sum_of_loads
+from atomc.runtime.scheduling.stats import StepCounts, sum_of_loads
 from atomc.runtime.scheduling.step import ScheduledStep
 
 STEP_SECONDS = {"cpu": 120.0, "cuda": 8.0}

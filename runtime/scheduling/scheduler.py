@@ -134,7 +134,7 @@ class Scheduler:
         """Reset the counters and the caches. There must be no requests."""
         assert not self.requests, "requests are running"
         self.reset_prefix_cache()
-        self.counters.clear()
+        vars(self.counters).update(vars(Counters()))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes and embeddings of images. No step may be in flight."""

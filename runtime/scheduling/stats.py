@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Counters:
     """What the scheduler counts, in total since the start; see Stats."""
 
@@ -22,13 +22,22 @@ class Counters:
     images_encoded: int = 0
     image_cache_hits: int = 0
 
-    def clear(self) -> None:
-        for counter in fields(self):
-            setattr(self, counter.name, 0)
+
+@dataclass(kw_only=True)
+class StepCounts:
+    """What is counted of the steps that ran, and of their CUDA graphs; see Stats."""
+
+    steps: Mapping[str, int] = field(default_factory=dict)
+    graphs: int = 0
+    graph_rows: int = 0
+    graph_padding: int = 0
+    device_busy: float = 0.0
+    device_idle: float = 0.0
+    expert_load: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Stats:
+@dataclass(kw_only=True)
+class Stats(Counters, StepCounts):
     """Counters since the start, and current gauges.
 
     kv_blocks_used    blocks used by requests; unused cached blocks count as free
@@ -67,30 +76,11 @@ class Stats:
     kv_tokens: int
     max_len: int
     kv_tokens_used: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    snapshots: int = 0
-    snapshot_hits: int = 0
     snapshots_held: int = 0
     snapshots_total: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: Mapping[str, int] = field(default_factory=dict)
-    graphs: int = 0
-    graph_rows: int = 0
-    graph_padding: int = 0
     host_ms: float = 0.0
-    device_busy: float = 0.0
-    device_idle: float = 0.0
     prompt_limit: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    images_encoded: int = 0
-    image_cache_hits: int = 0
     no_prefix_cache: str = ""
-    expert_load: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def device_idle_share(self) -> float | None:

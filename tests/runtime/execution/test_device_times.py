@@ -4,13 +4,13 @@ import time
 
 import pytest
 import torch
-from test_expert_load import metrics_of
+from test_expert_load import metrics_of, stats_of
 
 from atomc.runtime.constrained.grammar_compiler import GrammarCompiler
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.execution.device_times import DeviceTimes
 from atomc.runtime.requests.sampling_params import SamplingParams, Structured
-from atomc.runtime.scheduling.stats import Stats, total
+from atomc.runtime.scheduling.stats import total
 
 
 class Device:
@@ -164,7 +164,7 @@ def test_an_engine_measures_launches_and_what_is_between_them(device, monkeypatc
 
 
 def test_metrics_have_what_was_measured():
-    one = Stats(0, 0, 0, 1, 16, 16, device_busy=3.0, device_idle=1.0)
+    one = stats_of(device_busy=3.0, device_idle=1.0)
     assert total([one, one]).device_idle == 2 and one.device_idle_share == 0.25
     text, labels = metrics_of(one), '{engine="0",model_name="m"}'
     assert f"atomc:device_busy_seconds_total{labels} 3.0" in text

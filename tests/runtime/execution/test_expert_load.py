@@ -119,22 +119,28 @@ class _Engine:
         self.stats = stats
 
 
+def stats_of(**counts):
+    """The stats of an engine without requests."""
+    gauges = {"running": 0, "waiting": 0, "kv_blocks_used": 0, "kv_blocks_total": 1}
+    return Stats(**gauges, kv_tokens=16, max_len=16, **counts)
+
+
 def metrics_of(stats):
     return Metrics(Engines([_Engine(stats)]), "m").text().decode()
 
 
 def test_metrics_have_the_total_and_the_imbalance_of_each_layer():
-    stats = Stats(0, 0, 0, 1, 16, 16, expert_load={"layers.0": [6, 1, 1, 0], "layers.1": [0] * 4})
+    stats = stats_of(expert_load={"layers.0": [6, 1, 1, 0], "layers.1": [0] * 4})
     text = metrics_of(stats)
     labels = 'engine="0",layer="layers.0",model_name="m"'
     assert f"atomc:expert_tokens_total{{{labels}}} 8.0" in text
     assert f"atomc:expert_load_imbalance{{{labels}}} 3.0" in text
     assert 'atomc:expert_load_imbalance{engine="0",layer="layers.1",model_name="m"} 0.0' in text
-    assert "expert" not in metrics_of(Stats(0, 0, 0, 1, 16, 16))
+    assert "expert" not in metrics_of(stats_of())
 
 
 def test_metrics_have_the_limit_of_prompt_tokens():
-    text = metrics_of(Stats(0, 0, 0, 1, 16, 16, prompt_limit=64))
+    text = metrics_of(stats_of(prompt_limit=64))
     assert 'atomc:step_prompt_tokens_limit{engine="0",model_name="m"} 64.0' in text
 
 

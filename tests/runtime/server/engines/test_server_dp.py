@@ -207,14 +207,32 @@ def test_other_engines_remain_while_one_is_alive_or_being_restarted():
 
 
 def test_stats_of_engines_are_added():
-    one = Stats(1, 2, 3, 4, 50, 16, steps={"eager": 2}, host_ms=2.0, expert_load={"a": [1, 2]})
-    one = replace(one, prompt_limit=64)
+    one = Stats(
+        running=1,
+        waiting=2,
+        kv_blocks_used=3,
+        kv_blocks_total=4,
+        kv_tokens=50,
+        max_len=16,
+        steps={"eager": 2},
+        host_ms=2.0,
+        expert_load={"a": [1, 2]},
+        prompt_limit=64,
+    )
     two = replace(one, running=5, max_len=12, steps={"eager": 1, "graph": 4}, host_ms=1.0)
     two = replace(two, prompt_limit=32)
     assert total([one, two]) == Stats(
-        6, 4, 6, 8, 100, 12, steps={"eager": 3, "graph": 4}, host_ms=2.0, expert_load={"a": [2, 4]},
+        running=6,
+        waiting=4,
+        kv_blocks_used=6,
+        kv_blocks_total=8,
+        kv_tokens=100,
+        max_len=12,
+        steps={"eager": 3, "graph": 4},
+        host_ms=2.0,
+        expert_load={"a": [2, 4]},
         prompt_limit=32,
-    )  # fmt: skip
+    )
     assert total([one]) == one
 
 
