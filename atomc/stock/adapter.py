@@ -32,10 +32,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 # Names that other modules import from here, besides those defined below.
-__all__ = [
-    "PREFIX",
-    "StockModel",
-]
+__all__ = ["PREFIX", "StockModel"]
 
 log = logging.getLogger("atomc")
 
@@ -129,7 +126,7 @@ def convert_to_value_error(cls: type) -> Iterator[None]:
 def build_on_meta(
     cls: "type[PreTrainedModel]", config: JSONMapping, dtype: torch.dtype
 ) -> "StockModel":
-    """A model with the weights in `path`, read and converted by transformers, wrapped."""
+    """A model of this class without weights: its parameters are on meta."""
 
     def moved_to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
