@@ -20,23 +20,7 @@ if TYPE_CHECKING:
     from atomc.planning.device_model import Model
     from atomc.planning.plan_report import StepPlan, Workload
 
-# Each of PLAN_FLAGS requests a plan; INCOMPATIBLE_FLAGS cannot be combined with one.
-PLAN_FLAGS = (
-    "plan",
-    "measure",
-    "tp",
-    "pp",
-    "ep",
-    "dp",
-    "tokens",
-    "sequences",
-    "context",
-    "max_model_len",
-    "kv_cache_dtype",
-    "efficiency",
-    "speculative",
-    "speculative_tokens",
-)
+# Flags that cannot be combined with a plan.
 INCOMPATIBLE_FLAGS = ("why", "html", "beside", "save", "check", "dynamic", "options")
 
 
@@ -95,10 +79,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a table written by bench/efficiency.py; default: atomc's "
         "table for the machine, if there is one",
     )
+    parser.set_defaults(plan_flags=[action.dest for action in group._group_actions])
 
 
 def is_requested(arguments: argparse.Namespace) -> bool:
-    values = [getattr(arguments, name) for name in PLAN_FLAGS]
+    values = [getattr(arguments, name) for name in arguments.plan_flags]
     return any(value is not None and value is not False for value in values)  # 0 is a number
 
 
