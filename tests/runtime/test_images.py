@@ -4,7 +4,6 @@ sequence, whatever else runs.
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from tiny_vision import (
 
 from atomc.ops.inputs import ModelInputs
 from atomc.runtime.engine import QueueFull
-from atomc.runtime.execution.images import encoder as image_encoder
 from atomc.runtime.execution.images.encoder import ImageEncoder
 from atomc.runtime.execution.images.model import ImageModel
 from atomc.runtime.execution.input_batch import InputBatch
@@ -556,28 +554,6 @@ def test_an_encoder_that_returns_another_shape_is_an_error_with_both():
         ValueError, match=r"the vision encoder returned \[4, 32\], expected \[5, 32\]"
     ):
         encoder.embeddings([pixels])
-
-
-def test_pinned_memory_is_kept_and_not_written_before_its_copy_has_ended(monkeypatch):
-    sizes, log = [], []
-    event = SimpleNamespace(
-        synchronize=lambda: log.append("wait"), record=lambda: log.append("record")
-    )
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(
-        image_encoder, "_pinned", lambda size: sizes.append(size) or torch.empty(size)
-    )
-    model = tiny_vision()
-    encoder = ImageEncoder(model.encode_images, ImageModel.of(model), torch.device("cpu"))
-    encoder._pinned = image_encoder.PinnedBuffer()
-    images = [
-        image_at(0, seed, grid) for seed, grid in enumerate([LARGE, SMALL, LARGE, (1, 8, 10)])
-    ]
-    for image in images:
-        pixels = encoder._pixels([ImagePixels(b"", image.length, image.grid, image.pixels)])
-        assert pixels.numpy().tobytes() == image.pixels
-    assert sizes == [64 * W, 80 * W]
-    assert log == ["wait", "record"] * len(images)
 
 
 def test_on_a_cpu_each_step_has_memory_of_its_own():

@@ -37,7 +37,6 @@ class ImageEncoder:
         self.errors: dict[bytes, BaseException] = {}
         self._embeddings: dict[bytes, Tensor] = {}
         self.graphs: EncoderGraphs | None = None
-        self._pinned = PinnedBuffer() if device.type == "cuda" else None
 
     def update(self, step: ScheduledStep) -> None:
         """Drop and encode what the step requests. Idempotent. An image that cannot be encoded is in
@@ -131,40 +130,10 @@ class ImageEncoder:
     def _pixels(self, images: Sequence[ImagePixels]) -> Tensor:
         """The patches [P, W] of all images, fp32 on the device."""
         rows, width = sum(image.num_patches for image in images), self.images.patch_width
-        pinned = self._pinned
-        pixels = torch.empty(rows, width) if pinned is None else pinned.empty(rows, width)
+        pixels = torch.empty(rows, width, pin_memory=self.device.type == "cuda")
         start, to = 0, pixels.numpy()
         for image in images:
             end = start + image.num_patches
             to[start:end] = np.frombuffer(image.pixels, np.float32).reshape(end - start, -1)
             start = end
-        on_device = pixels.to(self.device, non_blocking=True)
-        if pinned is not None:
-            pinned.record_copy()
-        return on_device
-
-
-class PinnedBuffer:
-    """Pinned memory from which one tensor at a time is copied to the device. As large as the
-    largest of them: pixels of at most max_image_patches.
-    """
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def empty(self, rows: int, width: int) -> Tensor:
-        """[rows, width] fp32, after the copy of the last one has ended."""
-        self._copied.synchronize()
-        if self._memory.numel() < rows * width:
-            self._memory = torch.empty(0)  # freed first
-            self._memory = _pinned(rows * width)
-        return self._memory[: rows * width].view(rows, width)
-
-    def record_copy(self) -> None:
-        """The copy has been started, on the current stream."""
-        self._copied.record()
-
-
-def _pinned(size: int) -> Tensor:
-    return torch.empty(size, pin_memory=True)
+        return pixels.to(self.device, non_blocking=True)

@@ -250,7 +250,7 @@ runtime/execution/graphs.py | replay/test_cudagraphs.py -k 'no_graph_is_left' | 
 runtime/execution/graphs.py | runtime/execution/test_image_graphs.py -k 'captured_first' | StepGraphs.capture
 runtime/execution/graphs.py | runtime/execution/test_later_graphs.py | shapes_for_later StepGraphs.capture
 runtime/execution/graphs.py | runtime/test_state_snapshots.py -k 'graphs_of_their_own' | step_shapes
-runtime/execution/images/encoder.py | runtime/test_images.py -k 'encoder_that_fails or pinned_memory or zero' | ImageEncoder._pixels ImageEncoder.place ImageEncoder.update PinnedBuffer.empty
+runtime/execution/images/encoder.py | runtime/test_images.py -k 'encoder_that_fails or on_a_cpu or zero' | ImageEncoder._pixels ImageEncoder.place ImageEncoder.update
 runtime/execution/images/encoder_graphs.py | runtime/execution/test_encoder_graphs.py -k 'came_twice or cannot_be_captured or few_graphs or is_held or large_images'
 runtime/execution/input_batch.py | runtime/scheduling/test_data_parallel.py | InputBatch.write
 runtime/execution/loading/hub.py | runtime/test_wrong_values.py -k 'no and config' | model_folder
