@@ -29,8 +29,14 @@ COMMANDS = {
     "bench": bench,
     "doctor": doctor,
 }
-# Modules whose distribution has another name.
-DISTRIBUTIONS = {"PIL": "pillow", "zmq": "pyzmq", "opentelemetry": "opentelemetry-sdk"}
+# Modules whose distribution has another name, or comes with another one.
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "opentelemetry": "opentelemetry-sdk",
+    "pydantic": "fastapi",
+    "starlette": "fastapi",
+    "zmq": "pyzmq",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -62,15 +62,11 @@ def run(arguments: argparse.Namespace) -> None:
             "torchrun starts several processes, and each would answer all requests: start one "
             "`atomc run-batch`, for several hosts with --ray"
         )
-    try:
-        from atomc.runtime.server.engines.client import EngineFailed
-        from atomc.runtime.server.engines.start_engines import start_engines
-        from atomc.runtime.server.openai.run_batch import run_batch
-        from atomc.runtime.server.serve import model_folder_and_name
-    except ImportError as error:
-        raise ImportError(
-            f"`atomc run-batch` needs {error.name}: pip install 'atomc[serve]'"
-        ) from error
+    from atomc.runtime.server.engines.client import EngineFailed
+    from atomc.runtime.server.engines.start_engines import start_engines
+    from atomc.runtime.server.openai.run_batch import run_batch
+    from atomc.runtime.server.serve import model_folder_and_name
+
     folder, name = model_folder_and_name(engine)
     processes = start_engines(engine, folder, on_ray=server.ray)
     try:

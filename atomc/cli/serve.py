@@ -35,10 +35,6 @@ def run(arguments: argparse.Namespace) -> None:
     )
     server = ServerConfig(**values_of(arguments, from_file, ServerConfig))
     engine = EngineConfig(**values_of(arguments, from_file, EngineConfig))
-    try:
-        from atomc.runtime.server.serve import serve
-    except ImportError as error:
-        raise ImportError(
-            f"`atomc serve` needs {error.name}: pip install 'atomc[serve]'"
-        ) from error
+    from atomc.runtime.server.serve import serve
+
     serve(server, engine)

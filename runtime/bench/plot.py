@@ -20,13 +20,9 @@ BINS = 60
 def plot(requests: Sequence[RequestTiming], file: Path, title: str) -> None:
     """Writes a PNG, SVG or PDF, by the file's suffix. Raises ImportError without matplotlib, and
     ValueError if no request succeeded."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "--plot needs the library `matplotlib`: pip install 'atomc[bench]'"
-        ) from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     done = sorted((each for each in requests if each.error is None), key=lambda each: each.start)
     if not done:
         raise ValueError("no request succeeded, so there is nothing to plot")

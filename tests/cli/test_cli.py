@@ -202,7 +202,12 @@ def test_explain_takes_a_file_and_refuses_what_only_a_config_has(tmp_path, wrong
 
 
 def test_a_library_that_is_missing_is_named_with_its_extra():
-    for module, extra in (("tokenizers", "hf"), ("PIL", "images"), ("zmq", "serve")):
+    for module, extra in (
+        ("tokenizers", "hf"),
+        ("PIL", "images"),
+        ("zmq", "serve"),
+        ("starlette", "serve"),
+    ):
         error = cli._user_error(ModuleNotFoundError(f"No module named {module!r}", name=module))
         assert str(error) == f"this needs the library {module}: pip install 'atomc[{extra}]'"
 

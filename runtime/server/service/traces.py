@@ -8,19 +8,14 @@ import os
 import time
 from collections.abc import Mapping
 
-from atomc.runtime.server.service.generation import RequestSummary
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-try:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.trace import SpanKind, Status, StatusCode
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-except ImportError as error:
-    raise ImportError(
-        "--otlp-traces-endpoint needs OpenTelemetry: pip install 'atomc[traces]'"
-    ) from error
+from atomc.runtime.server.service.generation import RequestSummary
 
 
 class Traces:
