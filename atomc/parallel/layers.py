@@ -12,7 +12,7 @@ from torch import nn
 
 from atomc.parallel.shard_slice import ShardSlice
 from atomc.quantization.experts import QuantizedExperts, sizes, stacked
-from atomc.quantization.experts_spec import is_experts, spec_of
+from atomc.quantization.experts_spec import spec_of
 from atomc.quantization.layer_weights import Shapes
 from atomc.quantization.linear import Format, QuantizedLinear
 from atomc.quantization.scheme import Scheme
@@ -216,14 +216,7 @@ def cuts_by_expert(module: nn.Module, cut: ShardSlice, ranks: Sequence[int]) -> 
 def num_experts_of(module: nn.Module) -> int:
     if isinstance(module, QuantizedExperts):
         return module.spec.num_experts
-    if not is_experts(module):
-        raise ValueError(f"{type(module).__name__} has no weights [E, N, K] of all its experts")
     return len(module.get_parameter("down_proj"))
-
-
-def is_known_experts(module: nn.Module) -> bool:
-    """Whether the experts are ours, or those of a class of transformers with stacked weights."""
-    return isinstance(module, QuantizedExperts) or is_experts(module)
 
 
 def resize_experts(module: nn.Module, size: int, *, by_expert: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atomc.files.json_types import JSONMapping
 from atomc.models.experts import Experts
@@ -30,6 +30,7 @@ from atomc.parallel.shard_plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, pl
 from atomc.parallel.shard_slice import ShardSlice
 from atomc.parallel.vocab import gather_logits, sum_lookups
 from atomc.quantization.experts import QuantizedExperts
+from atomc.quantization.experts_spec import is_experts
 from atomc.quantization.linear import QuantizedLinear
 from atomc.stock.delta_net import is_delta_net
 from atomc.weights.parameters import assign, parameter_names, tensor_of
@@ -173,7 +174,7 @@ class Sharding:
         self.tensors[name] = self.part
 
     def _add_experts(self, name: str, module: nn.Module, how: str) -> None:
-        if not layers.is_known_experts(module):
+        if not (isinstance(module, QuantizedExperts) or is_experts(module)):
             raise ValueError(
                 f"{name}: the experts of {type(module).__name__} have no weights [E, N, K], which "
                 "can be divided"
@@ -357,12 +358,8 @@ def cut_parameters(
     """
     for names in parameter_names(model) if parameters is None else parameters:
         if names[0] in cuts:
-            tensor = tensor_of(model, names[0])
-            assign(model, names, cuts[names[0]].of(_plain(tensor)))
-
-
-def _plain(parameter: Tensor) -> Tensor:
-    return parameter.data if isinstance(parameter, nn.Parameter) else parameter
+            tensor = tensor_of(model, names[0]).detach()
+            assign(model, names, cuts[names[0]].of(tensor))
 
 
 def refuse_divided(model: nn.Module) -> None:
