@@ -3,7 +3,7 @@
 import json
 import signal
 import socket
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from atomc.runtime.processes.fork_server import ACCEPT_SECONDS, ForkServer
 from atomc.runtime.requests.sampling_params import Structured
@@ -65,20 +65,16 @@ class GrammarValidator:
         """Raises ValueError with the reason for a grammar that does not compile within the limits,
         and RuntimeError if the process does not answer.
         """
-        values = {each.name: getattr(structured, each.name) for each in fields(structured)}
-        fields_given = {
-            name: value
-            for name, value in values.items()
-            if value is not None and value is not False
-        }
-        answer = self._answer(json.dumps(fields_given).encode())
+        values = vars(structured).items()
+        constraint = {name: value for name, value in values if value not in (None, False)}
+        answer = self._answer(json.dumps(constraint).encode())
         if not answer:
             raise RuntimeError("the grammar validation process ended without a response")
         message = json.loads(answer)
         if (number := message.get("signal")) is not None:
             why = SIGNAL_MESSAGES.get(number, f"the compiler was ended by signal {number}")
             why = why.format(seconds=self._seconds, megabytes=self._memory >> 20)
-            raise ValueError(f"{next(iter(fields_given))}: {why}")
+            raise ValueError(f"{next(iter(constraint))}: {why}")
         if (error := message.get("error")) is not None:
             raise ValueError(error)
         return ValidatedGrammar(message["text"], message["num_bytes"])

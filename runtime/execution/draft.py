@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc.ops.inputs import ModelInputs
-from atomc.ops.state import StateSpec, Step
+from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
@@ -168,14 +168,11 @@ class DraftRunner:
         drafts: list[Tensor] = []
         with torch.no_grad():
             while True:
-                logits, hidden = program.outputs(self._regrouped(step))
+                groups = tuple(step.groups[group] for group in self._groups)
+                logits, hidden = program.outputs(step._replace(groups=groups))
                 drafts.append(logits.argmax(-1))
                 if len(drafts) == self.count:
                     return torch.stack(drafts, 1)
                 program = self.program
                 indices = indices + 1
                 step = self.batch.next_draft_step(shape, drafts[-1], indices, hidden)
-
-    def _regrouped(self, step: Step) -> Step:
-        """The step with the groups of the draft."""
-        return step._replace(groups=tuple(step.groups[group] for group in self._groups))

@@ -18,7 +18,8 @@ class HostCopier:
             return HostCopy(tensors, tensors, None)
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
-            copies = tuple([_pinned(x).copy_(x, non_blocking=True) for x in tensors])
+            pinned = [torch.empty_like(x, device="cpu", pin_memory=True) for x in tensors]
+            copies = [to.copy_(x, non_blocking=True) for to, x in zip(pinned, tensors, strict=True)]
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(self.stream)
         return HostCopy(copies, tensors, arrived)
@@ -37,7 +38,3 @@ class HostCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copies
-
-
-def _pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)

@@ -6,7 +6,6 @@ travel to the ranks of their experts: a rank without work takes part with paddin
 
 from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from itertools import islice
 
 from atomc.runtime.requests.request import FinishReason, Output, Request
@@ -55,10 +54,8 @@ class DataParallelScheduler:
     @property
     def counters(self) -> Counters:
         """The sums over ranks."""
-        names = [counter.name for counter in fields(Counters)]
-        return Counters(
-            **{name: sum(getattr(rank.counters, name) for rank in self.ranks) for name in names}
-        )
+        of_ranks = [vars(rank.counters) for rank in self.ranks]
+        return Counters(**{name: sum(one[name] for one in of_ranks) for name in of_ranks[0]})
 
     @property
     def num_streams(self) -> int:

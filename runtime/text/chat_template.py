@@ -486,7 +486,7 @@ def _environment() -> "Environment":
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": _Dict(),
         "namespace": Namespace,
     }
@@ -527,7 +527,3 @@ def _raise_exception(message: str) -> None:
     from jinja2 import TemplateError
 
     raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

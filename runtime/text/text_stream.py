@@ -100,7 +100,7 @@ class TextStream:
         matches = [
             (position, stop)
             for stop in self.params.stop
-            if (position := self._find_stop(stop)) >= 0
+            if (position := self._buffer.find(stop, max(self._unsearched - len(stop) + 1, 0))) >= 0
         ]
         if matches:
             # The leftmost match; of several, the first in `stop`.
@@ -113,10 +113,6 @@ class TextStream:
         self._buffer = self._buffer[len(emitted) :]
         self._unsearched = max(self._unsearched - len(emitted), 0)
         return emitted, None
-
-    def _find_stop(self, stop: str) -> int:
-        """Position of the stop string in the buffer; -1 if there is none."""
-        return self._buffer.find(stop, max(self._unsearched - len(stop) + 1, 0))
 
     def _partial_stop_length(self) -> int:
         """Length of the longest suffix of the buffer that is a prefix of a stop string."""

@@ -130,15 +130,11 @@ def _deepseek_r1(end: PromptEnd | None) -> Parser:
     return ThinkParser(not end.prompt.rstrip().endswith(CLOSE))
 
 
-def _harmony(end: PromptEnd | None) -> Parser:
-    return HarmonyParser(reasoning=True, tools=False)
-
-
 REASONING_PARSERS: Mapping[str, Callable[[PromptEnd | None], Parser]] = {
     "think": _think,
     "qwen3": _think,
     "deepseek-r1": _deepseek_r1,
-    HARMONY: _harmony,
+    HARMONY: lambda _: HarmonyParser(reasoning=True, tools=False),
 }
 
 
