@@ -7,7 +7,6 @@ from atomc.report.records import located
 from atomc.report.render.table import table
 
 MAX_ROWS = 20
-ORDERS = ("sqnr", "max", "relative")
 
 
 def audit_text(audit: AuditFindings, *, by: str = "sqnr", rows: int = MAX_ROWS) -> str:
