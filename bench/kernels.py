@@ -117,6 +117,15 @@ def cases(tokens: int, hidden: int) -> Iterator[Case]:
     yield Case("silu_and_mul", f"{inner}", gated)
     yield Case("gelu_and_mul", f"{inner}", gated)
     yield Case("rope", f"{q_heads}x{WIDTH}", lambda: tables() | {"x": heads()[0]})
+    yield Case(
+        "rotary_tables",
+        str(WIDTH),
+        lambda: {
+            "positions": torch.arange(tokens, device=DEVICE)[:, None],
+            "inv_freq": 1e4 ** -torch.linspace(0, 1, WIDTH // 2, device=DEVICE),
+            "dtype": torch.bfloat16,
+        },
+    )
     both = f"{q_heads}+{k_heads}x{WIDTH}"
     yield Case(
         "qk_norm_rope",

@@ -62,6 +62,7 @@ from atomc.passes.recognize import (
     rms_norm,
     rope,
     rope_before_transpose,
+    rotary_tables,
     route,
 )
 from atomc.passes.recognize.attention import proven_mask
@@ -141,6 +142,7 @@ PIPELINE: tuple[Pass, ...] = (
         after=["cat_of_slices", "proven_masks", "rope_before_transpose"],
     ),
     rewriting(rope_before_transpose.TRANSPOSE_BEFORE_ROPE, after=["mla_attention"], cleanup=True),
+    Pass("rotary_tables", rotary_tables.rotary_tables, after=["tidy"], by_site=True),
     Pass("tidy_transposes", cleanup.tidy, after=["rope_before_transpose"], cleanup=True),
     rewriting(linear_route.LINEAR_TOPK_ROUTE, after=["topk_route"], off_by_default=True),
     Pass("linear_fp32", linear_fp32.linear_fp32, after=["linear_topk_route"], by_site=True),

@@ -59,6 +59,7 @@ from atomc.ops.quant import (
     quant_mxfp4,
 )
 from atomc.ops.rope import qk_norm_rope, qk_norm_rope_kv_write, rope, rope_kv_write
+from atomc.ops.rotary_tables import rotary_tables
 from atomc.ops.route import linear_topk_route, topk_route
 from atomc.ops.scaled_experts import (
     moe_experts_fp8,
@@ -167,6 +168,7 @@ __all__ = [
     "rms_norm_quant",
     "rope",
     "rope_kv_write",
+    "rotary_tables",
     "scaled_bmm_fp8",
     "scaled_linear_fp8",
     "scaled_linear_fp8_block",

@@ -237,6 +237,9 @@ def _scanned_in_steps(n: RandomInputs) -> Arguments:
 
 SEQUENCE_EXAMPLES: Examples = {
     ops.rope: {"": lambda n: {"x": n(n.T, N, H), **n.angles()}},
+    ops.rotary_tables: {
+        "": lambda n: {"positions": n.below(CONTEXT, n.T, 1), "inv_freq": n(H // 2)}
+    },
     ops.qk_norm_rope: {"": _qk},
     ops.attention: {"": _attended, "window": lambda n: _attended(n) | {"window": 8}},
     ops.kv_write: {"": _written},

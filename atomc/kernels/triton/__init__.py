@@ -39,6 +39,7 @@ MODULES = (
     "rows.quant",
     "rows.rope",
     "rows.rope_kv_write",
+    "rows.rotary_tables",
     "experts.route",
     "linear.scaled_linear",
     "linear.scaled_linear_by_row",

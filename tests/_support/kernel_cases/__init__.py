@@ -59,7 +59,7 @@ from kernel_cases.quant import (
     quantizing_cases,
     reducing_norm_quant_cases,
 )
-from kernel_cases.rope import QK_NORM_ROPE, rope_cases
+from kernel_cases.rope import QK_NORM_ROPE, ROTARY_TABLES, rope_cases
 from kernel_cases.rows import (
     ROWS,
     gated,
@@ -153,6 +153,7 @@ CASES: dict[str, Cases] = {
     "moe_experts_int8": MOE_EXPERTS_INT8,
     "moe_experts_w4a16": MOE_EXPERTS_W4A16,
     "moe_experts_mxfp4": MOE_EXPERTS_MXFP4,
+    "rotary_tables": ROTARY_TABLES,
     "rope": rope_cases(),
     "qk_norm_rope": QK_NORM_ROPE,
     "attention": ATTENTION,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.rope import ROPE_STYLES, columns_per_angle
+from atomc.ops.rotary_tables import TABLE_STYLES
 from kernel_cases.draw import EPS, Cases, Draw
 
 
@@ -57,6 +58,44 @@ def rope_cases() -> Cases:
         | {"x": draw.normal(2, 4, 7, 64)}
     )
     return cases
+
+
+def positioned(
+    draw: Draw, shape: tuple[int, ...] = (7, 1), frequencies: int = 24, **rest: Any
+) -> dict[str, Any]:
+    """Positions of this shape, of contexts of up to a million tokens."""
+    inv_freq = 10000.0 ** (-torch.arange(frequencies) / frequencies)
+    positions = draw.below(2**20, *shape)
+    return {"positions": positions, "inv_freq": inv_freq.to(draw.device)} | rest
+
+
+ROTARY_TABLES: Cases = {
+    **{
+        f"{style}, {name}": partial(positioned, shape=shape, style=style)
+        for style in TABLE_STYLES
+        for name, shape in {"rows": (13, 1), "batch": (2, 7, 1), "image": (2, 7, 24)}.items()
+    },
+    "in the dtype of the model": lambda draw: positioned(draw, scaling=1.3, dtype=draw.dtype),
+    "one token": partial(positioned, shape=(1, 1, 1), frequencies=64),
+    "no tokens": partial(positioned, shape=(0, 1)),
+    "several programs": partial(positioned, shape=(2, 300, 1), frequencies=3, style="pairs"),
+    "transposed": lambda draw: (
+        positioned(draw) | {"positions": draw.below(2**20, 24, 3, 2).transpose(0, 2)}
+    ),
+    "tokens in the last dimension": lambda draw: (
+        positioned(draw) | {"positions": draw.below(2**20, 2, 1, 7).mT}
+    ),
+    "one row for the batch": lambda draw: (
+        positioned(draw) | {"positions": draw.below(2**20, 1, 7, 1).expand(3, -1, -1)}
+    ),
+    "fp32 positions": lambda draw: (
+        positioned(draw) | {"positions": draw.normal(7, 1, dtype=torch.float32)}
+    ),
+    "int32 positions, 16-bit frequencies": lambda draw: {
+        "positions": draw.below(2**20, 7, 1, dtype=torch.int32),
+        "inv_freq": draw.normal(5),
+    },
+}
 
 
 def qk(

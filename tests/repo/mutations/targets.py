@@ -126,6 +126,7 @@ atomc/kernels/triton/rows/norm.py | kernels/test_kernels.py -k '[layer_norm-trit
 atomc/kernels/triton/rows/norm_gated.py | kernels/test_kernels.py -k '[rms_norm_gated-triton-'
 atomc/kernels/triton/rows/norm_pair.py | kernels/test_kernels.py -k '[rms_norm_pair_quant-triton-'
 atomc/kernels/triton/rows/quant.py | kernels/test_kernels.py -k '[quant_fp8_group-triton-'
+atomc/kernels/triton/rows/rotary_tables.py | kernels/test_kernels.py -k '[rotary_tables-triton-'
 atomc/kernels/triton/rows/sigmoid_gate.py | kernels/test_kernels.py -k '[sigmoid_and_mul-triton-'
 atomc/kernels/triton/w4a16/dequantized.py | kernels/test_kernels.py -k '[linear_nvfp4-triton-'
 atomc/kernels/triton/w4a16/fragment_products.py | kernels/test_kernels.py -k '[linear_w4a16-triton- or [moe_experts_w4a16-triton-'
@@ -237,6 +238,7 @@ passes/recognize/mla.py | passes/test_mla_recognition.py -k 'without_anything' |
 passes/recognize/mla_quantized.py | quantization/test_mla_quantized.py -k 'with_a_static_scale' | _replacement
 passes/recognize/rope.py | passes/test_passes.py | turns_pairs
 passes/recognize/rope_before_transpose.py | passes/test_mla_recognition.py -k 'one_op_under' | _rotated_replacement
+passes/recognize/rotary_tables.py | passes/test_rotary_tables.py -k 'not stock'
 runtime/async_calls.py | runtime/test_turns.py | AsyncCalls._run
 runtime/calls.py | runtime/test_turns.py | LLMCall.raise_error
 runtime/config.py | runtime/scheduling/test_data_parallel.py | EngineConfig.data_ranks
