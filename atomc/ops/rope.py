@@ -114,8 +114,10 @@ def qk_norm_rope(
     )
 
 
-def _rope_kv_write_shape(q: Tensor, cos: Tensor, rope_style: str) -> tuple[Tensor, Tensor]:
-    q_rotated = _rope_shape(q, cos, rope_style)
+def _rope_kv_write_shape(
+    q: Tensor, cos: Tensor, rope_style: str, in_fp32: bool = False
+) -> tuple[Tensor, Tensor]:
+    q_rotated = _rope_shape(q, cos, rope_style, in_fp32)
     return q_rotated, q_rotated.new_empty((0,))
 
 
@@ -123,6 +125,7 @@ def _rope_kv_write_shape(q: Tensor, cos: Tensor, rope_style: str) -> tuple[Tenso
     kind=Kind.ROPE | Kind.STATE_WRITE,
     rows=None,
     cost=state_write,
+    rounds_once=_rounds_once,
     mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
     shape=_rope_kv_write_shape,
 )
@@ -138,13 +141,14 @@ def rope_kv_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     rope_style: str = "neox",
+    in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """rope(q), and the token of kv_write(rope(k), v). q [..., N, D], k and v [..., K, D]; cos and
-    sin as in rope, caches, slots and scales as in kv_write.
+    """rope(q), and the token of kv_write(rope(k), v). q [..., N, D], k and v [..., K, D]; cos, sin
+    and in_fp32 as in rope, caches, slots and scales as in kv_write.
     """
-    k_rotated = rope.reference(k, cos, sin, rope_style)
+    k_rotated = rope.reference(k, cos, sin, rope_style, in_fp32)
     token = kv_write.reference(k_rotated, v, k_cache, v_cache, slots, k_scale, v_scale)
-    return rope.reference(q, cos, sin, rope_style), token
+    return rope.reference(q, cos, sin, rope_style, in_fp32), token
 
 
 def _qk_norm_rope_kv_write_shape(

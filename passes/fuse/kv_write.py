@@ -24,10 +24,17 @@ from atomc.rewriting.rewrite import Case, Rewrite
 # `cache` are the arguments of a write after keys and values: both caches, slots, and both scales or
 # none.
 def _rope_pattern(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, rope_style: str, **cache: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rope_style: str,
+    in_fp32: bool,
+    **cache: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    token = ops.kv_write(ops.rope(k, cos, sin, rope_style), v, *cache.values())
-    return ops.rope(q, cos, sin, rope_style), token
+    token = ops.kv_write(ops.rope(k, cos, sin, rope_style, in_fp32), v, *cache.values())
+    return ops.rope(q, cos, sin, rope_style, in_fp32), token
 
 
 def _norm_pattern(
@@ -63,7 +70,9 @@ def _example(fp8: bool) -> Example:
 
 
 def _rope_example(fp8: bool) -> Example:
-    return {**_example(fp8), "rope_style": "neox"}
+    table = OneOf(torch.bfloat16, torch.float32)
+    tables = {name: tensor_example(12, dtype=table) for name in ("cos", "sin")}
+    return {**_example(fp8), **tables, "rope_style": "neox", "in_fp32": OneOf(False, True)}
 
 
 def _norm_example(fp8: bool) -> Example:

@@ -253,7 +253,7 @@ def _rope(k: Node, arguments: Mapping[str, Argument], cache: Node) -> _Rotation 
         q = storage(_node(arguments_of(attention)["q"]))
         if q.target is ops.rope.overload:
             queries = arguments_of(q)
-            if {**queries, "x": None} == {**keys, "x": None} and not keys["in_fp32"]:
+            if {**queries, "x": None} == {**keys, "x": None}:
                 rows = {"q": queries["x"], "k": keys["x"], "rope_style": keys["style"]}
                 return _Rotation(ops.rope_kv_write, {**keys, **arguments, **rows}, q)
     return None

@@ -6,6 +6,7 @@ x * cos + cat(x[half:], -x[:half]) * sin    =>    rope(x, cos, -sin, "neox")
 x.float() * cos + pairs(x).float() * sin    =>    rope(x.float(), cos, sin, "pairs")
 complex(x) * turn                           =>    rope(x, turn.real, turn.imag, "gptj")
 rope(x.float(), cos, sin).to(x.dtype)       =>    rope(x, cos, sin, in_fp32=True)
+rope(x, fp32 cos, fp32 sin).to(x.dtype)     =>    rope(x, cos, sin, in_fp32=True)
 cat(rope(x[:r], cos, sin), x[r:])           =>    rope(x, cos, sin), partial
 """
 
@@ -71,17 +72,18 @@ def _partial_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str, in_fp32: b
     return torch.cat((ops.rope(x[..., :width], cos, sin, style, in_fp32), x[..., width:]), -1)
 
 
-def _float_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return ops.rope(x.to(torch.float32), cos, sin, style).to(x.dtype)
+def _float_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str, widened: bool) -> Tensor:
+    return ops.rope(x.to(torch.float32) if widened else x, cos, sin, style).to(x.dtype)
 
 
-def _float_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+def _float_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str, widened: bool) -> Tensor:
     return ops.rope(x, cos, sin, style, True)
 
 
-def _float_example() -> Example:
-    table = OneOf(*_DTYPES)
+def _float_example(widened: bool) -> Example:
+    table = OneOf(*_DTYPES) if widened else torch.float32
     return {
+        "widened": widened,
         "x": tensor_example(3, 12),
         "cos": tensor_example(12, dtype=table),
         "sin": tensor_example(12, dtype=table),
@@ -210,6 +212,7 @@ ROPE_IN_FP32 = Rewrite(
     _float_example,
     guard=_has_16_bits,
     needs={"aten::cast": {}},
+    cases=[Case("", {"widened": True}), Case("fp32 tables", {"widened": False})],
 )
 ROPE_PARTIAL = Rewrite(
     "rope_partial",

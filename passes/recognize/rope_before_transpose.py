@@ -10,6 +10,7 @@ the other direction leads to this order:
     rope(x, cos, sin).transpose(1, 2)      =>    rope(x.transpose(1, 2), cos.T, sin.T)
 """
 
+import torch
 from torch import Tensor
 
 from atomc import ops
@@ -52,10 +53,11 @@ def _rope_guard(x: Tensor, cos: Tensor, **_: object) -> str | None:
 
 
 def _rope_example() -> Example:
+    table = OneOf(torch.bfloat16, torch.float32)
     return {
         "x": tensor_example(2, 5, 3, 22),
-        "cos": tensor_example(12),
-        "sin": tensor_example(12),
+        "cos": tensor_example(12, dtype=table),
+        "sin": tensor_example(12, dtype=table),
         "style": "neox",
         "in_fp32": OneOf(False, True),
     }

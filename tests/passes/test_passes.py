@@ -19,7 +19,7 @@ from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
 from atomc.passes.recognize.gated import GELU_AND_MUL, SILU_AND_MUL
 from atomc.passes.recognize.layer_norm import LAYER_NORM
 from atomc.passes.recognize.rms_norm import RMS_NORM
-from atomc.passes.recognize.rope import ROPE
+from atomc.passes.recognize.rope import ROPE, ROPE_IN_FP32
 from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
 from atomc.platform import Platform
 from atomc.rewriting.graph_pass import Context, rewriting
@@ -361,6 +361,23 @@ def test_an_odd_number_of_columns_is_no_rotation():
     assert (
         refusal_text(kernel, Platform.named("h200"), given)
         == "9 columns cannot be rotated in pairs"
+    )
+
+
+def test_a_rotation_by_fp32_tables_that_is_cast_back_is_rounded_once():
+    def function(x, cos, sin):
+        return neox(x, cos, sin).to(x.dtype)
+
+    text = rewritten([rewriting(ROPE), rewriting(ROPE_IN_FP32)], function, Q.bfloat16(), COS, SIN)
+    assert text == "%0 = rope(x, cos, sin, 'neox', True)\nreturn %0"
+
+
+def test_a_rotation_that_is_cast_to_another_dtype_stays_before_the_cast():
+    def function(x, cos, sin):
+        return neox(x, cos, sin).half()
+
+    rewritten(
+        [rewriting(ROPE), rewriting(ROPE_IN_FP32)], function, Q.bfloat16(), COS, SIN, matches=0
     )
 
 
@@ -710,10 +727,20 @@ def test_in_the_runtime_the_rotation_and_the_write_of_keys_are_one_op():
     assert (
         paged(function, *inputs)
         == """\
-%0 = rope_kv_write(q, k, v, cos, sin, k_cache_0, v_cache_0, slots_0, rope_style='half')
+%0 = rope_kv_write(q, k, v, cos, sin, k_cache_0, v_cache_0, slots_0, rope_style='half', in_fp32=False)
 %1 = paged_attention(%0.0, k_cache_0, v_cache_0, query_start, seq_lens, block_tables_0, %0.1, None, scale=0.25, window=3)
 return %1"""
     )
+
+
+def test_in_the_runtime_keys_are_rotated_by_fp32_tables_and_written_by_one_op():
+    def function(q, k, v, cos, sin, kv):
+        q, k = (neox(x, cos, sin).to(x.dtype) for x in (q, k))
+        return ops.attention(q, k, v, kv, scale=0.25)
+
+    rows = cast(torch.bfloat16, Q, KEYS, KEYS + 1)
+    text = paged(function, *rows, COS, SIN, ops.kv_state(K, D))
+    assert "rope_style='neox', in_fp32=True)" in text.splitlines()[0]
 
 
 def test_without_a_rotation_keys_are_written_as_they_are():

@@ -12,6 +12,7 @@ from atomc import ops
 from atomc.report.report import Report
 
 pytest.importorskip("triton")
+transformers = pytest.importorskip("transformers")
 
 H, K, S, D, START = 4, 2, 12, 16, 3
 
@@ -43,6 +44,11 @@ def plain(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def roped(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = (torch.linspace(0, x, D) for x in (1, 2))
     return ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+
+
+def roped_in_fp32(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = (torch.linspace(0, x, D) for x in (1, 2))
+    return ops.rope(q, cos, sin, "pairs", True), ops.rope(k, cos, sin, "pairs", True)
 
 
 def normed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +92,12 @@ def final(report: Report) -> str:
 
 @pytest.mark.parametrize(
     ("rotate", "op"),
-    [(plain, "kv_write"), (roped, "rope_kv_write"), (normed, "qk_norm_rope_kv_write")],
+    [
+        (plain, "kv_write"),
+        (roped, "rope_kv_write"),
+        (roped_in_fp32, "rope_kv_write"),
+        (normed, "qk_norm_rope_kv_write"),
+    ],
 )
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (3, 1), (1, 4), (3, 4)])
 def test_copies_of_keys_and_values_become_one_kernel_with_what_rotates_them(
@@ -227,3 +238,19 @@ def test_caches_that_no_kernel_writes_are_a_near_miss(pretended_gpu: None) -> No
     [miss] = [miss for miss in report.near if miss.rewrite == "static_cache"]
     assert (miss.expected, miss.found) == ("a kernel that writes to these caches", "none")
     assert "aten.index_copy_(" in final(report)
+
+
+def test_a_decode_step_of_olmo2_rotates_by_fp32_tables_as_it_writes() -> None:
+    """Its rotation is in fp32, and rounded before the write."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 99}
+    config = transformers.AutoConfig.for_model(
+        "olmo2", num_attention_heads=4, pad_token_id=0, eos_token_id=0, **sizes
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.requires_grad_(False)
+    cache = transformers.StaticCache(config=config, max_cache_len=S)
+    cache.early_initialization(1, 4, 16, torch.bfloat16, torch.device("cpu"))
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    report = atomc.explain(model, ids, past_key_values=cache, platform="h200")
+    assert served(report).count("rope_kv_write") == 2
+    assert "rope" not in served(report) and "_to_copy" not in final(report)

@@ -30,9 +30,10 @@ def rope_kv_write(
     v_cache: Tensor,
     slots: Tensor,
     rope_style: str,
+    in_fp32: bool,
 ) -> tuple[Tensor, Tensor]:
-    token = write(ops.rope.reference(k, cos, sin, rope_style), v, k_cache, v_cache, slots)
-    return ops.rope.reference(q, cos, sin, rope_style), token
+    q, k = (ops.rope.reference(x, cos, sin, rope_style, in_fp32) for x in (q, k))
+    return q, write(k, v, k_cache, v_cache, slots)
 
 
 @ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=refuse_scaled_cache)

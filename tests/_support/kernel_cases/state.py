@@ -138,6 +138,12 @@ ROPE_KV_WRITE: Cases = {
     "as many keys as queries": partial(rope_written, heads=(4, 4), width=128),
     "one key head, narrow": partial(rope_written, heads=(6, 1), width=8),
     "fp32 tables": partial(rope_written, table=torch.float32),
+    "fp32 tables, in fp32": lambda draw: (
+        rope_written(draw, table=torch.float32) | {"in_fp32": True}
+    ),
+    "fp8, in fp32": lambda draw: (
+        rope_written(draw, table=torch.float32, cache=E4M3) | cache_scales(draw) | {"in_fp32": True}
+    ),
     "heads before tokens": lambda draw: (
         rope_written(draw) | {"q": draw.normal(8, 7, 64).transpose(0, 1)}
     ),

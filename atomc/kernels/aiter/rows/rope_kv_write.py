@@ -9,7 +9,7 @@ from atomc import ops
 from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.aiter.rows.kv_write import coded, odd_blocks, odd_heads, unpaged
 from atomc.kernels.aiter.rows.rope import empty_rotated, moving, not_by_token, partly_rotated
-from atomc.kernels.checks import first_refusal, named, unlike
+from atomc.kernels.checks import first_refusal, named, unlike, unsupported
 from atomc.ops.formats import HALVES
 
 fused_qk_rope_reshape_and_cache = Function(
@@ -32,6 +32,7 @@ unrotatable_heads = first_refusal(
     lambda q, cos, rope_style: partly_rotated(q.shape[-1], cos, rope_style),
     not_by_token,
     lambda k_cache: odd_blocks(k_cache),
+    lambda in_fp32: unsupported("AITER's kernel", in_fp32=in_fp32),
 )
 
 

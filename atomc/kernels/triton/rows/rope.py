@@ -135,7 +135,7 @@ def rotated(
     NORM: constexpr,
 ):
     """The parts of rows of x, normalized (and rounded) unless NORM is "", and rotated (and rounded
-    to OUT, unless in fp32).
+    to OUT, products too unless in fp32).
     """
     ROUNDED: constexpr = tl.float32 if PARTS.in_fp32 else OUT
     a, b, rest = _parts(at(x, row, sizes), inside, PARTS)
@@ -163,7 +163,7 @@ def rotated(
         second_sin = tl.load(sin_at + second, there, 0.0).to(tl.float32)
     c = _rounded(a * cos, ROUNDED) - _rounded(b * sin, ROUNDED)
     d = _rounded(b * second_cos, ROUNDED) + _rounded(a * second_sin, ROUNDED)
-    return _rounded(c, ROUNDED), _rounded(d, ROUNDED), rest
+    return _rounded(c, OUT), _rounded(d, OUT), rest
 
 
 @triton.jit

@@ -101,8 +101,9 @@ def _launch_with_write(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     norm: str = "",
+    in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    q_out = empty_rows(q, cos, style, q_weight, norm)
+    q_out = empty_rows(q, cos, style, q_weight, norm, in_fp32)
     if k_rows := num_rows(k):
         (d1, q_heads), (_, k_heads) = inner_sizes(q), inner_sizes(k)
         q_rows = num_rows(q)
@@ -126,7 +127,7 @@ def _launch_with_write(
             K_HEADS=k_heads,
             DV=v.shape[-1],
             NORM=norm,
-            **launch_arguments(q, cos, style, rows_a_program),
+            **launch_arguments(q, cos, style, rows_a_program, in_fp32),
             **codes_of(k_cache),
         )
     return q_out, q_out.new_empty((0,))
@@ -147,9 +148,10 @@ def rope_kv_write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     rope_style: str,
+    in_fp32: bool,
 ) -> tuple[Tensor, Tensor]:
     return _launch_with_write(
-        q, k, v, cos, sin, k_cache, v_cache, slots, k_scale, v_scale, rope_style
+        q, k, v, cos, sin, k_cache, v_cache, slots, k_scale, v_scale, rope_style, in_fp32=in_fp32
     )
 
 
