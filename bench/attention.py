@@ -141,7 +141,7 @@ def ours(given: Inputs, cut: Tiling | None = None) -> list[Callable[[], object]]
     def call(k: Tensor, v: Tensor) -> Tensor:
         if cut is None:
             return paged_attention(given.q, k, v, *given[2:], given.q, scale=WIDTH**-0.5)
-        return attend(given.q, k, v, *given[2:], None, WIDTH**-0.5, 0, 0.0, cut)
+        return attend(given.q, cut, k, v, *given[2:], scale=WIDTH**-0.5)
 
     return at_least([lambda k=k, v=v: call(k, v) for k, v in given.caches])
 

@@ -17,6 +17,7 @@ from triton import next_power_of_2
 from atomc.kernels.triton.latent.indexer import choose, index_scores
 from atomc.kernels.triton.latent.mla_attention import LatentTiling, attend, tiling
 from atomc.kernels.triton.latent.mla_chosen import attend_chosen
+from atomc.ops.mla_attention import LatentOperands
 
 EXAMPLES = """examples:
   all cases:           python bench/latent_attention.py
@@ -77,23 +78,23 @@ class Inputs:
         self.flops = 2 * seen * heads * (WIDTH + LATENT)
 
     def cut(self) -> LatentTiling:
-        rows, heads = self.q.shape[:2]
         longest = self.tables.shape[1] * BLOCK
-        return tiling(rows, len(self.lengths), heads, 2, longest, self.caches[0])
+        return tiling(self.q, len(self.lengths), longest, self.caches[0])
+
+    def operands(self, cache: Tensor) -> LatentOperands:
+        return LatentOperands(
+            kv_cache=cache,
+            query_start=self.starts,
+            seq_lens=self.lengths,
+            block_tables=self.tables,
+            kv_scale=self.scale,
+            latent=LATENT,
+            scale=0.1,
+        )
 
     def calls(self, cut: LatentTiling) -> Iterator[Callable[[], Tensor]]:
         for cache in self.caches:
-            yield lambda cache=cache: attend(
-                self.q,
-                cache,
-                self.starts,
-                self.lengths,
-                self.tables,
-                LATENT,
-                0.1,
-                cut,
-                self.scale,
-            )
+            yield lambda cache=cache: attend(self.q, cut, **self.operands(cache))
 
 
 class SparseInputs:
@@ -113,7 +114,7 @@ class SparseInputs:
         capacity = dense.tables.shape[1] * BLOCK
         self.scores = torch.empty(rows, capacity, device="cuda")
         self.chosen = torch.empty(rows, CHOSEN, dtype=torch.int32, device="cuda")
-        self.cut = tiling(rows, rows, HEADS, 2, CHOSEN, dense.caches[0])
+        self.cut = tiling(dense.q, rows, CHOSEN, dense.caches[0])
 
     def score(self) -> Tensor:
         given = self.dense.starts, self.dense.lengths, self.dense.tables
@@ -126,18 +127,8 @@ class SparseInputs:
 
     def attend(self) -> Tensor:
         dense = self.dense
-        return attend_chosen(
-            dense.q,
-            dense.caches[0],
-            self.chosen,
-            dense.starts,
-            dense.lengths,
-            dense.tables,
-            LATENT,
-            0.1,
-            self.cut,
-            dense.scale,
-        )
+        operands = dense.operands(dense.caches[0])
+        return attend_chosen(dense.q, self.cut, self.chosen, **operands)
 
     def step(self) -> Tensor:
         self.score()

@@ -10,7 +10,7 @@ Values of an fp8 cache are codes times k_scale or v_scale, [1] fp32 (None: 1).
 import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -198,6 +198,29 @@ def kv_write(
     k_cache[block, offset] = stored_values(k.reshape(-1, *k.shape[-2:])[rows], k_cache, k_scale)
     v_cache[block, offset] = stored_values(v.reshape(-1, *v.shape[-2:])[rows], v_cache, v_scale)
     return k.new_empty((0,))
+
+
+class PagedSequences(TypedDict):
+    """The arguments of paged_attention, and of ops like it, that describe the sequences of a
+    step.
+    """
+
+    query_start: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+
+
+class PagedOperands(PagedSequences):
+    """The arguments of paged_attention besides the queries and `token`."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    scale: float
+    window: int
+    softcap: float
 
 
 class Sequence(NamedTuple):

@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomc.ops.attention import Sequence, attention, loaded_values, sequences
+from atomc.ops.attention import (
+    PagedSequences,
+    Sequence,
+    attention,
+    loaded_values,
+    sequences,
+)
 from atomc.ops.indexer import chosen_key_mask, chosen_mask
 from atomc.ops.mla import mla_kv_write
 from atomc.ops.op import op
@@ -22,6 +28,15 @@ from atomc.ops.state import StateSpec, state_handle
 from atomc.ops.state_update import call_on_state
 
 cat: Callable[[tuple[Tensor, ...], int], Tensor] = torch.ops.aten.cat.default
+
+
+class LatentOperands(PagedSequences):
+    """The arguments of mla_absorbed_attention besides the queries, `token` and `chosen`."""
+
+    kv_cache: Tensor
+    kv_scale: Tensor | None
+    latent: int
+    scale: float
 
 
 def latent_state(latent: int, rotated: int) -> nn.Buffer:

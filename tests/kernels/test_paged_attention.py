@@ -32,15 +32,8 @@ def close(actual: Tensor, arguments: dict[str, Any]) -> None:
 
 
 def cut_as(cut: Tiling, arguments: dict[str, Any]) -> Tensor:
-    names = ("q", "k_cache", "v_cache", "query_start", "seq_lens", "block_tables")
-    sinks, window, softcap = (
-        arguments.get("sinks"),
-        arguments.get("window", 0),
-        arguments.get("softcap", 0.0),
-    )
-    return kernel.attend(
-        *(arguments[name] for name in names), sinks, arguments["scale"], window, softcap, cut
-    )
+    operands = {name: value for name, value in arguments.items() if name not in ("q", "token")}
+    return kernel.attend(arguments["q"], cut, **operands)
 
 
 CUTS = {

@@ -2,6 +2,8 @@
 the first one.
 """
 
+from typing import Unpack
+
 import triton
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.triton.attention import attention as varying
 from atomc.kernels.triton.attention import varlen_attention as packed
 from atomc.kernels.triton.attention.attention_tiles import Tiling
+from atomc.ops.attention import PagedOperands
 from atomc.ops.op import Refusal
 
 
@@ -36,41 +39,12 @@ def refuse_windows(window: int) -> Refusal | None:
     layout="paged",
     refuses=first_refusal(refuse_windows, varying.refuse_paged_attention),
 )
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    rows = as_heads(q)
+def paged_attention(q: Tensor, **operands: Unpack[PagedOperands]) -> Tensor:
+    rows, kv_heads, width = as_heads(q), *operands["v_cache"].shape[-2:]
     if rows.shape[0] == 0:
-        return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
-    group = rows.shape[1] // k_cache.shape[2]
-    cut = _tiling(group, max(rows.shape[2], v_cache.shape[-1]), q.element_size())
-    out = varying.attend(
-        rows,
-        k_cache,
-        v_cache,
-        query_start,
-        seq_lens,
-        block_tables,
-        sinks,
-        scale,
-        window,
-        softcap,
-        cut,
-        k_scale,
-        v_scale,
-    )
-    return with_lead(out, q)
+        return q.new_empty((*q.shape[:-1], width))
+    cut = _tiling(rows.shape[1] // kv_heads, max(rows.shape[2], width), q.element_size())
+    return with_lead(varying.attend(rows, cut, **operands), q)
 
 
 @ops.varlen_attention.kernel("invariant", refuses=packed.refuse_varlen_attention)

@@ -2,6 +2,8 @@
 per head around it.
 """
 
+from typing import Unpack
+
 import triton
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from atomc.kernels.triton.latent import mla_attention as varying
 from atomc.kernels.triton.launch.launch import unfit
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
 from atomc.ops.formats import FLOATS
+from atomc.ops.mla_attention import LatentOperands
 
 ROWS = 32  # of a tile: so many heads, for one or more tokens
 
@@ -21,33 +24,11 @@ ROWS = 32  # of a tile: so many heads, for one or more tokens
 @ops.mla_absorbed_attention.kernel(
     "invariant", layout="paged", refuses=varying.refuse_mla_absorbed_attention
 )
-def mla_absorbed_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    kv_scale: Tensor | None,
-    latent: int,
-    scale: float,
-    chosen: Tensor | None,
-) -> Tensor:
-    assert chosen is None  # refused
+def mla_absorbed_attention(q: Tensor, **operands: Unpack[LatentOperands]) -> Tensor:
     rows = as_heads(q)
     if rows.shape[0] == 0:
-        return q.new_empty((*q.shape[:-1], latent))
-    out = varying.attend(
-        rows,
-        kv_cache,
-        query_start,
-        seq_lens,
-        block_tables,
-        latent,
-        scale,
-        _tiling(q),
-        kv_scale,
-    )
-    return with_lead(out, q)
+        return q.new_empty((*q.shape[:-1], operands["latent"]))
+    return with_lead(varying.attend(rows, _tiling(q), **operands), q)
 
 
 def _tiling(q: Tensor) -> varying.LatentTiling:

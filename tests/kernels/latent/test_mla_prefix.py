@@ -78,11 +78,11 @@ def test_attention_over_prefixes_is_that_of_their_rows(
     sequences = MIXTURES[case]
     given, has_prefix = drawn(sequences)
     q = Draw(torch.float32, DEVICE).normal(len(given["q"]), 3, 48)
-    names = ("kv_cache", "query_start", "seq_lens", "block_tables")
+    names = ("kv_cache", "query_start", "seq_lens", "block_tables", "scale")
     cut = LatentTiling(16, 16, 2, 1, 4, 1, by_sequence=False)
     with PoisonedMemory():
         found, lse = mla_prefix.attend_prefixes(
-            q, *(given[name] for name in names), 32, given["scale"], cut, None
+            q, cut, kv_scale=None, latent=32, **{name: given[name] for name in names}
         )
     expected, expected_lse = torch.full_like(found, float("nan")), torch.full_like(lse, -torch.inf)
     start = 0

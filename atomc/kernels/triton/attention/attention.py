@@ -11,7 +11,7 @@ K, D head width.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from triton.language import constexpr
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike
+from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.triton.attention.attention_tiles import Tiling, fitted_tiling, tiling
 from atomc.kernels.triton.attention.combine_splits import (
     add_weighted,
@@ -46,6 +47,7 @@ from atomc.kernels.triton.rows.kv_write import (
     scale_of_numbers,
     uncachable,
 )
+from atomc.ops.attention import PagedOperands, PagedSequences
 from atomc.ops.formats import FP8
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -322,19 +324,19 @@ def _attend(
 
 def attend(
     q: Tensor,
+    cut: Tiling,
     k_cache: Tensor,
     v_cache: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    cut: Tiling,
+    sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
     packed: bool = False,
     causal: bool = True,
     k_rest: Tensor | None = None,
@@ -401,16 +403,13 @@ def attend_packed(
     """
     return attend(
         q,
+        cut,
         _one_block_cache(k),
         _one_block_cache(v),
         query_start,
         query_start.diff(),
         query_start[:-1, None],
-        None,
-        scale,
-        0,
-        0.0,
-        cut,
+        scale=scale,
         packed=True,
         causal=causal,
         k_rest=None if k_rest is None else _one_block_cache(k_rest),
@@ -463,16 +462,11 @@ def offset_type(*caches: Tensor) -> tl.dtype:
     return tl.int32 if max(distances) < 2**31 else tl.int64
 
 
-def odd_sequences(
-    query_start: Tensor, seq_lens: Tensor, block_tables: Tensor, scale: float
-) -> Refusal | None:
-    """Refuse descriptions of sequences, or a scale, that the kernels cannot read."""
-    return odd_numbers(scale, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
-
-
-def odd_numbers(scale: float, **described: Tensor) -> Refusal | None:
-    """Refuse tensors that are not contiguous int32, or a scale that the kernels cannot use."""
-    for name, numbers in described.items():
+def odd_numbers(scale: float, **sequences: Tensor) -> Refusal | None:
+    """Refuse descriptions of sequences that are not contiguous int32, or a scale that the kernels
+    cannot use.
+    """
+    for name, numbers in sequences.items():
         if numbers.dtype != torch.int32 or not known_equal(numbers.stride(-1), 1):
             return Refusal("dtype", f"{name} is not a contiguous int32 tensor")
     if scale <= 0:
@@ -492,14 +486,10 @@ def refuse_paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     scale: float,
-    **_: object,
+    **sequences: Unpack[PagedSequences],
 ) -> Refusal | None:
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     return (
@@ -507,7 +497,7 @@ def refuse_paged_attention(
         or uncachable(platform, scales, k_cache=k_cache, v_cache=v_cache)
         or no_bf16_products(platform, q.dtype)
         or unlike((q.dtype, *FP8), k_cache=k_cache)
-        or odd_sequences(query_start, seq_lens, block_tables, scale)
+        or odd_numbers(scale, **sequences)
         or too_wide(max(k_cache.shape[-1], v_cache.shape[-1]), MAX_WIDTH, "heads")
         or crowded_group(q.shape[-2] // k_cache.shape[-2])
     )
@@ -516,50 +506,20 @@ def refuse_paged_attention(
 @ops.paged_attention.kernel(
     "triton", layout="paged", refuses=refuse_paged_attention, tuned_for=PAGED_DECODE.archs
 )
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    token: Tensor,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+def paged_attention(q: Tensor, **operands: Unpack[PagedOperands]) -> Tensor:
+    rows, k_cache, v_cache = as_heads(q), operands["k_cache"], operands["v_cache"]
     if rows.shape[0] == 0:
         return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     block_size, kv_heads = k_cache.shape[1:3]
     cut = tiling(
         rows.shape[0],
-        seq_lens.shape[0],
+        operands["seq_lens"].shape[0],
         rows.shape[1] // kv_heads,
         kv_heads,
         max(rows.shape[2], v_cache.shape[-1]),
         q.element_size(),
-        block_tables.shape[1] * block_size,
+        operands["block_tables"].shape[1] * block_size,
         q.device,
     )
     cut = fitted_tiling(cut, rows.shape[2], q.device)
-    out = attend(
-        rows,
-        k_cache,
-        v_cache,
-        query_start,
-        seq_lens,
-        block_tables,
-        sinks,
-        scale,
-        window,
-        softcap,
-        cut,
-        k_scale,
-        v_scale,
-    )
-    return out.view(*q.shape[:-1], v_cache.shape[-1])
+    return with_lead(attend(rows, cut, **operands), q)

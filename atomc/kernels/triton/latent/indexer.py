@@ -24,7 +24,7 @@ from atomc.kernels.checks import (
     too_wide,
     unlike,
 )
-from atomc.kernels.triton.attention.attention import odd_sequences, offset_type
+from atomc.kernels.triton.attention.attention import odd_numbers, offset_type
 from atomc.kernels.triton.attention.attention_tiles import multiprocessors
 from atomc.kernels.triton.latent.mla_chosen import sequence_of_row
 from atomc.kernels.triton.launch.launch import begin, dot_block, overlap, unfit
@@ -257,9 +257,7 @@ refuse_paged_index_topk = first_refusal(
     _unreadable,
     lambda platform, q: no_bf16_products(platform, q.dtype),
     lambda q, index_cache: unlike((q.dtype, *FP8), index_cache=index_cache),
-    lambda query_start, seq_lens, block_tables: odd_sequences(
-        query_start, seq_lens, block_tables, 1.0
-    ),
+    named("query_start seq_lens block_tables", odd_numbers, 1.0),
     lambda q: too_wide(q.shape[-2], MAX_HEADS, "heads"),
     lambda q: too_wide(q.shape[-1], MAX_WIDTH, "keys"),
     _scattered,

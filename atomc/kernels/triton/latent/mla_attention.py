@@ -9,7 +9,7 @@ As in attention.py, the host decides by shapes only, and an fp8 cache is read as
 S sequences, H heads.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import triton
 import triton.language as tl
@@ -19,7 +19,8 @@ from triton.language import constexpr
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike, unsupported
-from atomc.kernels.triton.attention.attention import LOG2_E, Heads, odd_sequences, offset_type
+from atomc.kernels.row_views import as_heads, with_lead
+from atomc.kernels.triton.attention.attention import LOG2_E, Heads, odd_numbers, offset_type
 from atomc.kernels.triton.attention.attention_tiles import MAX_SPLITS, has_room, multiprocessors
 from atomc.kernels.triton.attention.combine_splits import (
     add_weighted,
@@ -43,7 +44,9 @@ from atomc.kernels.triton.rows.kv_write import (
     scale_of_numbers,
     uncachable,
 )
+from atomc.ops.attention import PagedSequences
 from atomc.ops.formats import FP8
+from atomc.ops.mla_attention import LatentOperands
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -300,22 +303,17 @@ class LatentTiling(NamedTuple):
     branches: bool = False
 
 
-def tiling(
-    num_rows: int,
-    num_sequences: int,
-    num_heads: int,
-    itemsize: int,
-    longest: int,
-    kv_cache: Tensor,
-) -> LatentTiling:
-    """The tiling for these shapes. `longest` is the capacity of a row of the block tables."""
-    device = kv_cache.device
+def tiling(q: Tensor, num_sequences: int, longest: int, kv_cache: Tensor) -> LatentTiling:
+    """The tiling for queries [T, H, any] and these shapes. `longest` is the capacity of a row of
+    the block tables.
+    """
+    (num_rows, num_heads, _), device = q.shape, kv_cache.device
     table = LATENT_ATTENTION_CODES if kv_cache.dtype in FP8 else LATENT_ATTENTION
     by_sequence = num_rows == num_sequences
     per_sequence = triton.cdiv(num_rows, max(num_sequences, 1)) * num_heads
     tile = table.choose(device, per_sequence)
     rows, keys, stages = tile.rows, tile.keys, tile.stages
-    if itemsize == 4 or not has_room(device):
+    if q.element_size() == 4 or not has_room(device):
         rows, keys, stages = 16, 16, 1
     parts = triton.cdiv(num_heads, rows)
     heads = triton.cdiv(num_heads, parts)
@@ -336,14 +334,14 @@ def tiling(
 
 def launch_arguments(
     q: Tensor,
+    cut: LatentTiling,
     kv_cache: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
+    kv_scale: Tensor | None,
     latent: int,
     scale: float,
-    cut: LatentTiling,
-    kv_scale: Tensor | None,
 ) -> dict[str, object]:
     """What kernels over latents are compiled and launched with, for q [T, H, L + R]."""
     _, num_heads, width = q.shape
@@ -373,29 +371,18 @@ def launch_arguments(
     )
 
 
-def attend(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    latent: int,
-    scale: float,
-    cut: LatentTiling,
-    kv_scale: Tensor | None = None,
-) -> Tensor:
+def attend(q: Tensor, cut: LatentTiling, **operands: Unpack[LatentOperands]) -> Tensor:
     """mla_absorbed_attention of q [T, H, L + R] with the given tiling."""
-    into, lse = empty_splits(q, latent, cut.splits)
+    into, lse = empty_splits(q, operands["latent"], cut.splits)
     num_rows, num_heads, _ = q.shape
-    tiles = len(seq_lens) + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // cut.heads))
+    tiles = len(operands["seq_lens"]) + 1
+    tiles += 0 if cut.by_sequence else num_rows // (cut.rows // cut.heads)
     _attend_latent[(tiles, triton.cdiv(num_heads, cut.heads), cut.splits)](
         out_ptr=into,
         lse_ptr=lse,
         num_rows=num_rows,
         BY_SEQUENCE=cut.by_sequence,
-        **launch_arguments(
-            q, kv_cache, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
-        ),
+        **launch_arguments(q, cut, **operands),
     )
     return into if lse is None else combined(into, lse, q.dtype)
 
@@ -404,15 +391,11 @@ def refuse_mla_absorbed_attention(
     platform: Platform,
     q: Tensor,
     kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
+    kv_scale: Tensor | None,
     latent: int,
     scale: float,
     chosen: Tensor | None = None,
-    **_: object,
+    **sequences: Unpack[PagedSequences],
 ) -> Refusal | None:
     if reason := unfit(platform, q=q) or uncachable(
         platform, {"kv_scale": kv_scale}, kv_cache=kv_cache
@@ -423,7 +406,7 @@ def refuse_mla_absorbed_attention(
     return (
         no_bf16_products(platform, q.dtype)
         or unlike((q.dtype, *FP8), kv_cache=kv_cache)
-        or odd_sequences(query_start, seq_lens, block_tables, scale)
+        or odd_numbers(scale, **sequences)
         or too_wide(latent, MAX_LATENT, "latents")
         or too_wide(q.shape[-1] - latent, MAX_ROTATED, "rotated keys")
         or unsupported("a kernel for all keys", chosen=chosen)
@@ -436,27 +419,11 @@ def refuse_mla_absorbed_attention(
     refuses=refuse_mla_absorbed_attention,
     tuned_for=LATENT_ATTENTION.archs,
 )
-def mla_absorbed_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None = None,
-    *,
-    latent: int,
-    scale: float,
-    chosen: Tensor | None = None,
-) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
-    out = rows.new_empty((0,))
+def mla_absorbed_attention(q: Tensor, **operands: Unpack[LatentOperands]) -> Tensor:
+    rows, kv_cache, block_tables = as_heads(q), operands["kv_cache"], operands["block_tables"]
+    out = rows.new_empty((0, operands["latent"]))
     if rows.shape[0]:
         longest = block_tables.shape[1] * kv_cache.shape[1]
-        cut = tiling(
-            rows.shape[0], seq_lens.shape[0], rows.shape[1], q.element_size(), longest, kv_cache
-        )
-        out = attend(
-            rows, kv_cache, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
-        )
-    return out.view(*q.shape[:-1], latent)
+        cut = tiling(rows, operands["seq_lens"].shape[0], longest, kv_cache)
+        out = attend(rows, cut, **operands)
+    return with_lead(out, q)

@@ -6,6 +6,8 @@ through the block table. The positions of all heads are the same, so that a row 
 tile of heads. T rows of q, K chosen rows of each.
 """
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from triton.language import constexpr
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import first_refusal, unlike
+from atomc.kernels.row_views import as_heads, as_rows, with_lead
 from atomc.kernels.triton.attention.combine_splits import (
     combined,
     empty_splits,
@@ -30,6 +33,7 @@ from atomc.kernels.triton.latent.mla_attention import (
 from atomc.kernels.triton.launch.launch import dot_block, let_next_start, wait_for_last
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
 from atomc.kernels.triton.rows.kv_write import scale_of_numbers
+from atomc.ops.mla_attention import LatentOperands
 from atomc.ops.op import Refusal
 
 
@@ -131,31 +135,20 @@ def _attend_chosen(
 
 
 def attend_chosen(
-    q: Tensor,
-    kv_cache: Tensor,
-    chosen: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    latent: int,
-    scale: float,
-    cut: LatentTiling,
-    kv_scale: Tensor | None = None,
+    q: Tensor, cut: LatentTiling, chosen: Tensor, **operands: Unpack[LatentOperands]
 ) -> Tensor:
     """mla_absorbed_attention of q [T, H, L + R] over the rows chosen [T, K], with the given
     tiling.
     """
     num_rows, num_heads, _ = q.shape
-    into, lse = empty_splits(q, latent, cut.splits)
+    into, lse = empty_splits(q, operands["latent"], cut.splits)
     _attend_chosen[(num_rows, triton.cdiv(num_heads, cut.heads), cut.splits)](
         chosen_ptr=chosen,
         out_ptr=into,
         lse_ptr=lse,
         chosen_row=chosen.stride(0),
         K=chosen.shape[-1],
-        **launch_arguments(
-            q, kv_cache, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
-        ),
+        **launch_arguments(q, cut, **operands),
     )
     return into if lse is None else combined(into, lse, q.dtype)
 
@@ -184,46 +177,15 @@ refuse_mla_absorbed_attention = first_refusal(
     tuned_for=LATENT_ATTENTION.archs,
 )
 def mla_absorbed_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None,
-    latent: int,
-    scale: float,
-    chosen: Tensor | None,
+    q: Tensor, token: Tensor, chosen: Tensor, **operands: Unpack[LatentOperands]
 ) -> Tensor:
-    assert chosen is not None
-    longest = block_tables.shape[1] * kv_cache.shape[1]
+    kv_cache = operands["kv_cache"]
+    longest = operands["block_tables"].shape[1] * kv_cache.shape[1]
     if longest <= chosen.shape[-1]:  # all keys are chosen
-        return dense.mla_absorbed_attention(
-            q,
-            kv_cache,
-            query_start,
-            seq_lens,
-            block_tables,
-            token,
-            kv_scale,
-            latent=latent,
-            scale=scale,
-        )
-    rows = q.reshape(-1, *q.shape[-2:])
-    out = rows.new_empty((0,))
+        return dense.mla_absorbed_attention(q, token=token, **operands)
+    rows, by_row = as_heads(q), as_rows(chosen)
+    out = rows.new_empty((0, operands["latent"]))
     if num_rows := rows.shape[0]:
-        by_row = chosen.reshape(-1, chosen.shape[-1])
-        cut = tiling(num_rows, num_rows, rows.shape[1], q.element_size(), by_row.shape[1], kv_cache)
-        out = attend_chosen(
-            rows,
-            kv_cache,
-            by_row,
-            query_start,
-            seq_lens,
-            block_tables,
-            latent,
-            scale,
-            cut,
-            kv_scale,
-        )
-    return out.view(*q.shape[:-1], latent)
+        cut = tiling(rows, num_rows, by_row.shape[1], kv_cache)
+        out = attend_chosen(rows, cut, by_row, **operands)
+    return with_lead(out, q)

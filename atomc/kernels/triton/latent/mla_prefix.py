@@ -6,6 +6,8 @@ of prompts without cached prefixes has no tile, and takes no time. The host does
 there are.
 """
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ from atomc.kernels.triton.latent.mla_attention import (
 )
 from atomc.kernels.triton.launch.launch import dot_block, let_next_start, wait_for_last
 from atomc.kernels.triton.rows.kv_write import scale_of_numbers
+from atomc.ops.mla_attention import LatentOperands
 
 # Per multiprocessor: more than run at once, so that one that is late gets less to do.
 PROGRAMS = 4
@@ -99,30 +102,20 @@ def _attend_prefixes(
 
 
 def attend_prefixes(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    latent: int,
-    scale: float,
-    cut: LatentTiling,
-    kv_scale: Tensor | None,
+    q: Tensor, cut: LatentTiling, **operands: Unpack[LatentOperands]
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [T, H, L + R] over what was cached before the step, with tiles of `cut`:
     [T, H, L], and the logarithms in base 2 of the softmax masses, [T, H] in fp32. These are -inf
     for rows of sequences without such keys, whose results are uninitialized.
     """
     num_rows, num_heads, _ = q.shape
-    attended = q.new_empty((num_rows, num_heads, latent))
+    attended = q.new_empty((num_rows, num_heads, operands["latent"]))
     lse = q.new_full((num_rows, num_heads), -float("inf"), dtype=torch.float32)
-    tiles = num_rows // (cut.rows // cut.heads) + min(num_rows, seq_lens.shape[0])
+    tiles = num_rows // (cut.rows // cut.heads) + min(num_rows, len(operands["seq_lens"]))
     tiles *= triton.cdiv(num_heads, cut.heads)
     _attend_prefixes[(min(tiles, PROGRAMS * multiprocessors(q.device)),)](
         out_ptr=attended,
         lse_ptr=lse,
-        **launch_arguments(
-            q, kv_cache, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
-        ),
+        **launch_arguments(q, cut, **operands),
     )
     return attended, lse

@@ -11,6 +11,8 @@ Attention over chosen keys is absorbed for all tokens, unless no sequence can be
 number of them.
 """
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -20,6 +22,7 @@ from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import gapped, too_wide, unlike
+from atomc.kernels.row_views import as_heads, as_rows, with_lead
 from atomc.kernels.triton.attention import attention as dense
 from atomc.kernels.triton.attention.attention import MAX_WIDTH
 from atomc.kernels.triton.attention.attention_tiles import fitted_tiling, tiling
@@ -31,6 +34,8 @@ from atomc.kernels.triton.launch.launch import begin, overlap, unfit
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
 from atomc.kernels.triton.linear.batched_head_linear import add_values, queries_to_latents
 from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, codes_of, scale_of_numbers
+from atomc.ops.attention import PagedSequences
+from atomc.ops.mla_attention import LatentOperands
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -81,12 +86,10 @@ def refuse_mla_paged_attention(
     q: Tensor,
     weight: Tensor,
     kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
     kv_scale: Tensor | None,
     scale: float,
     chosen: Tensor | None,
+    **sequences: Unpack[PagedSequences],
 ) -> Refusal | None:
     latent = weight.shape[-1]
     in_latent_space = q.new_empty((*q.shape[:-1], kv_cache.shape[-1]))
@@ -94,15 +97,7 @@ def refuse_mla_paged_attention(
         unfit(platform, q=q, weight=weight)
         or (None if chosen is None else refuse_chosen(chosen))
         or absorbed.refuse_mla_absorbed_attention(
-            platform,
-            in_latent_space,
-            kv_cache,
-            query_start,
-            seq_lens,
-            block_tables,
-            kv_scale,
-            latent=latent,
-            scale=scale,
+            platform, in_latent_space, kv_cache, kv_scale, latent, scale, **sequences
         )
         or unlike((q.dtype,), weight=weight)
         or too_wide(max(q.shape[-1], weight.shape[0] // q.shape[-2]), MAX_WIDTH, "heads")
@@ -121,49 +116,35 @@ def mla_paged_attention(
     q: Tensor,
     weight: Tensor,
     kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
     kv_scale: Tensor | None,
     scale: float,
     chosen: Tensor | None,
+    **sequences: Unpack[PagedSequences],
 ) -> Tensor:
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = as_heads(q)
     tokens, heads, width = rows.shape
     latent = weight.shape[-1]
     of_head = weight.view(heads, weight.shape[0] // heads, latent)
     nope = width - (kv_cache.shape[-1] - latent)
-    values = of_head.shape[1] - nope
-    out = q.new_empty((tokens, heads, values))
-    longest = block_tables.shape[1] * kv_cache.shape[1]
+    out = q.new_empty((tokens, heads, of_head.shape[1] - nope))
+    longest = sequences["block_tables"].shape[1] * kv_cache.shape[1]
+    operands = LatentOperands(
+        kv_cache=kv_cache, kv_scale=kv_scale, latent=latent, scale=scale, **sequences
+    )
     if tokens and chosen is not None and longest > chosen.shape[-1]:
-        attended = attend_chosen(
-            _projected(rows, of_head, kv_cache, nope),
-            kv_cache,
-            chosen.reshape(tokens, -1),
-            query_start,
-            seq_lens,
-            block_tables,
-            latent,
-            scale,
-            absorbed.tiling(tokens, tokens, heads, q.element_size(), chosen.shape[-1], kv_cache),
-            kv_scale,
-        )
+        projected, by_row = _projected(rows, of_head, kv_cache, nope), as_rows(chosen)
+        cut = absorbed.tiling(projected, tokens, by_row.shape[1], kv_cache)
+        attended = attend_chosen(projected, cut, by_row, **operands)
         out = ops.linear_by_head.reference(attended, of_head[:, nope:])
     elif tokens:
-        sequences = query_start, seq_lens, block_tables
-        out, new_lse = _attend_new(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
-        latents, old_lse = attend_prefixes(
-            queries_to_latents(rows, of_head, query_start, seq_lens, width - nope),
-            kv_cache,
-            *sequences,
-            latent,
-            scale,
-            absorbed.tiling(tokens, seq_lens.shape[0], heads, q.element_size(), longest, kv_cache),
-            kv_scale,
-        )
+        query_start, seq_lens = sequences["query_start"], sequences["seq_lens"]
+        cached = _rows_of_step(rows, kv_cache, kv_scale, **sequences)
+        out, new_lse = _attend_new(rows, of_head, cached, query_start, nope, scale)
+        projected = queries_to_latents(rows, of_head, query_start, seq_lens, width - nope)
+        cut = absorbed.tiling(projected, len(seq_lens), longest, kv_cache)
+        latents, old_lse = attend_prefixes(projected, cut, **operands)
         add_values(out, new_lse, latents, old_lse, of_head[:, nope:])
-    return out.view(*q.shape[:-1], values)
+    return with_lead(out, q)
 
 
 def _projected(q: Tensor, of_head: Tensor, kv_cache: Tensor, nope: int) -> Tensor:
@@ -182,10 +163,10 @@ def _projected(q: Tensor, of_head: Tensor, kv_cache: Tensor, nope: int) -> Tenso
 def _rows_of_step(
     q: Tensor,
     kv_cache: Tensor,
+    kv_scale: Tensor | None,
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    kv_scale: Tensor | None,
 ) -> Tensor:
     """The cached rows of the tokens of the step [T, L + R], in the dtype of q [T, H, P + R]."""
     tokens = q.shape[0]
@@ -210,22 +191,13 @@ def _rows_of_step(
 
 
 def _attend_new(
-    q: Tensor,
-    of_head: Tensor,
-    kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    kv_scale: Tensor | None,
-    nope: int,
-    scale: float,
+    q: Tensor, of_head: Tensor, cached: Tensor, query_start: Tensor, nope: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [T, H, P + R] over the tokens of the step: [T, H, V], and [T, H] its lse in
     fp32.
     """
     tokens, heads, width = q.shape
     _, outputs, latent = of_head.shape
-    cached = _rows_of_step(q, kv_cache, query_start, seq_lens, block_tables, kv_scale)
     both = F.linear(cached[:, :latent], of_head.flatten(0, 1)).view(tokens, heads, outputs)
     k, v = both[..., :nope], both[..., nope:]
     k_rope = cached[:, None, latent:].expand(tokens, heads, -1)
@@ -234,7 +206,7 @@ def _attend_new(
         k = torch.cat((k, k_rope), -1)
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     cut = tiling(
-        tokens, seq_lens.shape[0], 1, heads, width, q.element_size(), tokens, q.device
+        tokens, len(query_start) - 1, 1, heads, width, q.element_size(), tokens, q.device
     )._replace(splits=1)
     out = dense.attend_packed(
         q,
