@@ -30,6 +30,18 @@ class Gate(TypedDict, total=False):
     limit: Annotated[float | None, None]
 
 
+class ExpertOperands(Gate):
+    """The arguments of moe_experts and of its forms for quantized weights, which explain them."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    w13: Tensor
+    w2: Tensor
+    b13: Tensor | None
+    b2: Tensor | None
+
+
 def gate_and_up(h: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """h [..., 2I] -> gate and up [..., I]: its halves, or, interleaved, its even and odd columns
     (GPT-OSS).
@@ -99,8 +111,8 @@ def sequential_experts(
     w2: Tensor,
     b13: Tensor | None,
     b2: Tensor | None,
-    gate: Gate,
     weight_on_input: bool,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     """moe_experts, one expert after another. product: of rows, a weight and a bias, as F.linear."""
 
@@ -142,5 +154,5 @@ def moe_experts(
     weight_on_input  a weight multiplies the expert's input instead of its result (Llama 4), in
                      their promoted dtype, rounded to x.dtype
     """
-
-    return sequential_experts(F.linear, x, ids, weights, w13, w2, b13, b2, gate, weight_on_input)
+    operands = x, ids, weights, w13, w2, b13, b2
+    return sequential_experts(F.linear, *operands, weight_on_input, **gate)

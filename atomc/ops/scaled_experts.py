@@ -10,7 +10,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from atomc.ops.experts import Gate, gated, sum_over_experts
+from atomc.ops.experts import ExpertOperands, Gate, gated, sum_over_experts
 from atomc.ops.op import op
 from atomc.ops.op_cost import experts
 from atomc.ops.op_shapes import shape_of_x
@@ -62,6 +62,28 @@ INT4_EXPERTS = QuantizedWeight(
 MXFP4_EXPERTS = QuantizedWeight(
     "mxfp4", lambda _: "one scale per 32 inputs", codes=2, rate=mxfp4_rate, stored=STORED, weights=2
 )
+
+
+class ScaledExpertOperands(ExpertOperands):
+    """The arguments that all of these ops have."""
+
+    w13_scale: Tensor
+    w2_scale: Tensor
+
+
+class EightBitExpertOperands(ScaledExpertOperands):
+    """The arguments of moe_experts_int8, which moe_experts_fp8 has, too."""
+
+    x_scale: Tensor
+    out_dtype: torch.dtype
+
+
+class Int4ExpertOperands(ScaledExpertOperands):
+    """The arguments of moe_experts_w4a16."""
+
+    w13_zeros: Tensor | None
+    w2_zeros: Tensor | None
+    group: int
 
 
 def _expert_bias(bias: Tensor | None, e: int) -> Tensor | None:

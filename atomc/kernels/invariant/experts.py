@@ -8,22 +8,11 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal
-from atomc.kernels.triton.experts.expert_gate import GateConstants
-from atomc.kernels.triton.experts.experts_decode import Stored, unfit
+from atomc.kernels.triton.experts.experts_decode import unfit
 from atomc.kernels.triton.experts.experts_decode_unquantized import compute_tiled, unfit_weights
-from atomc.ops.experts import Gate
+from atomc.ops.experts import ExpertOperands
 
 
 @ops.moe_experts.kernel("invariant", refuses=first_refusal(unfit, unfit_weights))
-def moe_experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    **gate: Unpack[Gate],
-) -> Tensor:
-    up, down = Stored(w13, bias=b13), Stored(w2, bias=b2)
-    return compute_tiled(1, x, ids, weights, up, down, GateConstants(**gate))
+def moe_experts(**operands: Unpack[ExpertOperands]) -> Tensor:
+    return compute_tiled(1, **operands)

@@ -1,6 +1,7 @@
 """Experts of the standard format with the Triton kernels of kernels/triton/experts/grouped.py."""
 
 import importlib.util
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,22 +56,25 @@ class Triton(ExpertsKernel):
     ) -> None:
         # Triton is optional.
         from atomc.kernels.moe.triton_quantizers import quantize
-        from atomc.kernels.triton.experts.expert_gate import GateConstants
         from atomc.kernels.triton.experts.experts_prefill import sum_of_experts
         from atomc.kernels.triton.launch.tiles import MOE_EXPERTS, MOE_EXPERTS_8_BITS
 
         w, scheme = weights, config.scheme
         sums = sum_of_experts(
             MOE_EXPERTS if scheme.name == "none" else MOE_EXPERTS_8_BITS,
+            partial(quantize, scheme),
             dispatched.x,
-            dispatched.x_scale,
             local_ids(dispatched.ids, expert_map, w.num_experts),
             dispatched.weights,
-            (w.w13, w.w13_scale, w.b13),
-            (w.w2, w.w2_scale, w.b2),
-            lambda act: quantize(scheme, act),
-            output.dtype,
-            GateConstants(**config.gate),
-            scheme.block,
+            w.w13,
+            w.w2,
+            w.b13,
+            w.b2,
+            w.w13_scale,
+            w.w2_scale,
+            dispatched.x_scale,
+            out_dtype=output.dtype,
+            square=scheme.block,
+            **config.gate,
         )
         output.copy_(sums)

@@ -25,8 +25,34 @@ from atomc.kernels.triton.launch.tiles import EXPERTS_FEW_4_BITS
 from atomc.kernels.triton.w4a16.unpacking import code_words, other_group
 from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
+from atomc.ops.scaled_experts import Int4ExpertOperands, ScaledExpertOperands
 
 ARCHS = EXPERTS_FEW_4_BITS.archs
+
+
+def _compute(
+    form: str,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    *,
+    group: int,
+    out_dtype: torch.dtype,
+    **gate: Unpack[Gate],
+) -> Tensor:
+    up = Stored(code_words(w13), w13_scale, w13_zeros, b13)
+    down = Stored(code_words(w2), w2_scale, w2_zeros, b2)
+    tile = EXPERTS_FEW_4_BITS.choose(x.device, len(x))
+    stored = Form(form, group)
+    return compute(x, ids, weights, up, down, stored, GateConstants(**gate), out_dtype, tile)
 
 
 @ops.moe_experts_w4a16.kernel(
@@ -44,32 +70,8 @@ ARCHS = EXPERTS_FEW_4_BITS.archs
     ),
     tuned_for=ARCHS,
 )
-def moe_experts_w4a16(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    w13_zeros: Tensor | None,
-    w2_zeros: Tensor | None,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    group: int,
-    **gate: Unpack[Gate],
-) -> Tensor:
-    return compute(
-        x,
-        ids,
-        weights,
-        Stored(w13, w13_scale, w13_zeros, b13),
-        Stored(w2, w2_scale, w2_zeros, b2),
-        Form("int4", group),
-        GateConstants(**gate),
-        x.dtype,
-        EXPERTS_FEW_4_BITS.choose(x.device, len(x)),
-    )
+def moe_experts_w4a16(**operands: Unpack[Int4ExpertOperands]) -> Tensor:
+    return _compute("int4", out_dtype=operands["x"].dtype, **operands)
 
 
 @ops.moe_experts_mxfp4.kernel(
@@ -87,27 +89,5 @@ def moe_experts_w4a16(
     ),
     tuned_for=ARCHS,
 )
-def moe_experts_mxfp4(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    out_dtype: torch.dtype,
-    **gate: Unpack[Gate],
-) -> Tensor:
-    return compute(
-        x,
-        ids,
-        weights,
-        Stored(code_words(w13), w13_scale, None, b13),
-        Stored(code_words(w2), w2_scale, None, b2),
-        Form("e2m1", 32),
-        GateConstants(**gate),
-        out_dtype,
-        EXPERTS_FEW_4_BITS.choose(x.device, len(x)),
-    )
+def moe_experts_mxfp4(out_dtype: torch.dtype, **operands: Unpack[ScaledExpertOperands]) -> Tensor:
+    return _compute("e2m1", group=32, out_dtype=out_dtype, **operands)

@@ -19,7 +19,7 @@ from atomc.kernels.triton.experts.experts_decode import (
 )
 from atomc.kernels.triton.launch.tile_table import ExpertsFewTile
 from atomc.kernels.triton.launch.tiles import EXPERTS_FEW
-from atomc.ops.experts import Gate
+from atomc.ops.experts import ExpertOperands, Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 
@@ -59,7 +59,12 @@ def unfit_weights(
     refuses=first_refusal(refuse_order, refuse_more_tokens, unfit, unfit_weights),
     tuned_for=EXPERTS_FEW.archs,
 )
-def moe_experts(
+def moe_experts(**operands: Unpack[ExpertOperands]) -> Tensor:
+    return compute_tiled(len(operands["x"]), **operands)
+
+
+def compute_tiled(
+    tokens: int,
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -69,20 +74,9 @@ def moe_experts(
     b2: Tensor | None,
     **gate: Unpack[Gate],
 ) -> Tensor:
-    up, down = Stored(w13, bias=b13), Stored(w2, bias=b2)
-    return compute_tiled(len(x), x, ids, weights, up, down, GateConstants(**gate))
-
-
-def compute_tiled(
-    tokens: int,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Stored,
-    down: Stored,
-    gate: GateConstants,
-) -> Tensor:
     """The op, with the tile for this number of tokens."""
-    by_columns = _order(up.values) == "columns"
+    up, down = Stored(w13, bias=b13), Stored(w2, bias=b2)
+    by_columns = _order(w13) == "columns"
     tile = EXPERTS_FEW.choose(x.device, tokens) if by_columns else TRANSPOSED
-    return compute(x, ids, weights, up, down, Form("numbers"), gate, x.dtype, tile)
+    constants = GateConstants(**gate)
+    return compute(x, ids, weights, up, down, Form("numbers"), constants, x.dtype, tile)

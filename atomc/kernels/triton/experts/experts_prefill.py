@@ -32,34 +32,35 @@ def tile_for(table: TileTable[Launch], dtype: torch.dtype, ids: Tensor, experts:
     return table.choose(ids.device, pairs_per_expert(ids.numel(), experts))
 
 
-# A weight, its scales and its bias.
-Stored = tuple[Tensor, Tensor | None, Tensor | None]
-
-
 def sum_of_experts(
     table: TileTable[Launch],
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor | None]],
     x: Tensor,
-    x_scale: Tensor | None,
     ids: Tensor,
     weights: Tensor | None,
-    up: Stored,
-    down: Stored,
-    quantize: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-    gate: GateConstants,
     square: int = 0,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     """The weighted sums of the experts of each row of x, [T, H]; `quantize` is between their
-    products. Other arguments as in grouped_product and weighted_sum.
+    products. Other arguments as in the ops, grouped_product and weighted_sum.
     """
-    experts, pairs = len(up[0]), ids.numel()
+    experts, pairs = len(w13), ids.numel()
     tile = tile_for(table, x.dtype, ids, experts)
     routing = expert_blocks(ids, experts, tile["BLOCK_M"])
     product = partial(
         grouped_product, routing=routing, tile=tile, pairs=pairs, out_dtype=out_dtype, square=square
     )
-    codes, scale = quantize(product(x, x_scale, *up, gate=gate))
-    products = product(codes, scale, *down)
+    act = product(x, x_scale, w13, w13_scale, b13, gate=GateConstants(**gate))
+    products = product(*quantize(act), w2, w2_scale, b2)
     return weighted_sum(products, ids, weights, experts)
 
 
@@ -80,15 +81,8 @@ def moe_experts(
 ) -> Tensor:
     if weight_on_input:
         x = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
+    factors = None if weight_on_input else weights
+    operands = x, ids, factors, w13, w2, b13, b2
     return sum_of_experts(
-        MOE_EXPERTS,
-        x,
-        None,
-        ids,
-        None if weight_on_input else weights,
-        (w13, None, b13),
-        (w2, None, b2),
-        lambda act: (act, None),
-        x.dtype,
-        GateConstants(**gate),
+        MOE_EXPERTS, lambda act: (act, None), *operands, out_dtype=x.dtype, **gate
     )

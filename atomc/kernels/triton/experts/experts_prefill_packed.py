@@ -37,6 +37,7 @@ from atomc.kernels.triton.w4a16.unpacking import (
 from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
+from atomc.ops.scaled_experts import Int4ExpertOperands, ScaledExpertOperands
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])
@@ -108,17 +109,21 @@ def _sum_of_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    up: Codes,
-    down: Codes,
-    gate: GateConstants,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
     *,
     group: int,
     out_dtype: torch.dtype,
+    **gate: Unpack[Gate],
 ) -> Tensor:
-    """The weighted sums of the experts, [T, H]. up, down: words int32 [E, N, K/8], scales and zeros
-    [E, N, K/group], and a bias; of int4 if scales are floats.
-    """
-    experts, int4 = len(up[0]), up[1].dtype != torch.uint8
+    """The weighted sums of the experts, [T, H]; of int4 if scales are floats."""
+    experts, int4 = len(w13), w13_scale.dtype != torch.uint8
     tile = tile_for(MOE_EXPERTS_4_BITS, x.dtype, ids, experts)
     if int4:
         tile = {**tile, "BLOCK_K": min(tile["BLOCK_K"], group)}
@@ -142,7 +147,9 @@ def _sum_of_experts(
             INT4=int4,
         )
 
-    products = product(product(x, up, gate), down)
+    up = code_words(w13), w13_scale, w13_zeros, b13
+    down = code_words(w2), w2_scale, w2_zeros, b2
+    products = product(product(x, up, GateConstants(**gate)), down)
     return weighted_sum(products, ids, weights, experts)
 
 
@@ -160,31 +167,8 @@ refuse_moe_experts_w4a16 = first_refusal(
 @ops.moe_experts_w4a16.kernel(
     "triton", refuses=refuse_moe_experts_w4a16, tuned_for=MOE_EXPERTS_4_BITS.archs
 )
-def moe_experts_w4a16(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    w13_zeros: Tensor | None,
-    w2_zeros: Tensor | None,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    group: int,
-    **gate: Unpack[Gate],
-) -> Tensor:
-    return _sum_of_experts(
-        x,
-        ids,
-        weights,
-        (w13, w13_scale, w13_zeros, b13),
-        (w2, w2_scale, w2_zeros, b2),
-        GateConstants(**gate),
-        group=group,
-        out_dtype=x.dtype,
-    )
+def moe_experts_w4a16(**operands: Unpack[Int4ExpertOperands]) -> Tensor:
+    return _sum_of_experts(out_dtype=operands["x"].dtype, **operands)
 
 
 def refuse_mxfp4_types(x: Tensor, out_dtype: torch.dtype) -> Refusal | None:
@@ -199,26 +183,5 @@ refuse_moe_experts_mxfp4 = first_refusal(unfit, refuse_mxfp4_types, unreadable, 
 @ops.moe_experts_mxfp4.kernel(
     "triton", refuses=refuse_moe_experts_mxfp4, tuned_for=MOE_EXPERTS_4_BITS.archs
 )
-def moe_experts_mxfp4(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    out_dtype: torch.dtype,
-    **gate: Unpack[Gate],
-) -> Tensor:
-    return _sum_of_experts(
-        x,
-        ids,
-        weights,
-        (code_words(w13), w13_scale, None, b13),
-        (code_words(w2), w2_scale, None, b2),
-        GateConstants(**gate),
-        group=32,
-        out_dtype=out_dtype,
-    )
+def moe_experts_mxfp4(out_dtype: torch.dtype, **operands: Unpack[ScaledExpertOperands]) -> Tensor:
+    return _sum_of_experts(group=32, out_dtype=out_dtype, **operands)

@@ -16,7 +16,6 @@ from atomc.kernels.checks import (
     wrong_result,
 )
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
-from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.experts_prefill import sum_of_experts
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_8_BITS
 from atomc.kernels.triton.rows.quant import (
@@ -25,9 +24,9 @@ from atomc.kernels.triton.rows.quant import (
     quant_fp8_static,
     quant_int8_per_token,
 )
-from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
+from atomc.ops.scaled_experts import EightBitExpertOperands
 from atomc.platform import Platform
 
 BLOCK = 128
@@ -59,69 +58,22 @@ refuse_moe_experts_fp8 = first_refusal(unfit, refuse_types, unreadable, refuse_b
     "triton", refuses=refuse_moe_experts_fp8, tuned_for=MOE_EXPERTS_8_BITS.archs
 )
 def moe_experts_fp8(
-    x: Tensor,
-    x_scale: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    act_scale: Tensor | None,
-    out_dtype: torch.dtype,
-    block: int,
-    **gate: Unpack[Gate],
+    act_scale: Tensor | None, block: int, **operands: Unpack[EightBitExpertOperands]
 ) -> Tensor:
+    dtype = operands["x"].dtype
+
     def quantize(act: Tensor) -> tuple[Tensor, Tensor]:
         if block:
-            return quant_fp8_group(act, block, dtype=x.dtype)
+            return quant_fp8_group(act, block, dtype=dtype)
         if act_scale is None:
-            return quant_fp8_per_token(act, x.dtype)
-        return quant_fp8_static(act, act_scale, x.dtype), act_scale
+            return quant_fp8_per_token(act, dtype)
+        return quant_fp8_static(act, act_scale, dtype), act_scale
 
-    return sum_of_experts(
-        MOE_EXPERTS_8_BITS,
-        x,
-        x_scale,
-        ids,
-        weights,
-        (w13, w13_scale, b13),
-        (w2, w2_scale, b2),
-        quantize,
-        out_dtype,
-        GateConstants(**gate),
-        block,
-    )
+    return sum_of_experts(MOE_EXPERTS_8_BITS, quantize, square=block, **operands)
 
 
 @ops.moe_experts_int8.kernel(
     "triton", refuses=refuse_moe_experts_fp8, tuned_for=MOE_EXPERTS_8_BITS.archs
 )
-def moe_experts_int8(
-    x: Tensor,
-    x_scale: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    out_dtype: torch.dtype,
-    **gate: Unpack[Gate],
-) -> Tensor:
-    return sum_of_experts(
-        MOE_EXPERTS_8_BITS,
-        x,
-        x_scale,
-        ids,
-        weights,
-        (w13, w13_scale, b13),
-        (w2, w2_scale, b2),
-        quant_int8_per_token,
-        out_dtype,
-        GateConstants(**gate),
-    )
+def moe_experts_int8(**operands: Unpack[EightBitExpertOperands]) -> Tensor:
+    return sum_of_experts(MOE_EXPERTS_8_BITS, quant_int8_per_token, **operands)
