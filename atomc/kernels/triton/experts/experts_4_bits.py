@@ -2,6 +2,7 @@
 order of fragments.py. Letters as in grouped.py.
 """
 
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -16,7 +17,6 @@ from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreada
 from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import (
-    Codes,
     launch_pairs,
     pairs_of,
     store_pairs,
@@ -235,22 +235,44 @@ class PairsOfExperts:
         )
 
 
+class FragmentOperands(Gate):
+    """The arguments of these kernels, with weights and scales as they are prepared."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    w13: tuple[Tensor]
+    w13_scale: tuple[Tensor]
+    w2: tuple[Tensor]
+    w2_scale: tuple[Tensor]
+    b13: Tensor | None
+    b2: Tensor | None
+
+
 def _both_products(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    up: Codes,
-    down: Codes,
-    gate: GateConstants,
+    w13: tuple[Tensor],
+    w13_scale: tuple[Tensor],
+    w2: tuple[Tensor],
+    w2_scale: tuple[Tensor],
+    b13: Tensor | None,
+    b2: Tensor | None,
+    w13_zeros: tuple[Tensor] | None = None,
+    w2_zeros: tuple[Tensor] | None = None,
     *,
     int4: bool,
     group: int,
     out_dtype: torch.dtype,
+    **gate: Unpack[Gate],
 ) -> Tensor:
     """The weighted sums of the experts, [T, H]."""
+    up = *w13, *w13_scale, w13_zeros[0] if w13_zeros else None, b13
+    down = *w2, *w2_scale, w2_zeros[0] if w2_zeros else None, b2
     experts = PairsOfExperts(ids, len(up[0]))
-    act = experts.multiply(x, *up, int4=int4, group=group, out_dtype=out_dtype, gate=gate)
-    products = experts.multiply(act, *down, int4=int4, group=group, out_dtype=out_dtype)
+    product = partial(experts.multiply, int4=int4, group=group, out_dtype=out_dtype)
+    products = product(product(x, *up, gate=GateConstants(**gate)), *down)
     return weighted_sum(products, ids, weights, experts.num_experts)
 
 
@@ -278,31 +300,14 @@ refuse_moe_experts_w4a16 = first_refusal(
     tuned_for=EXPERTS_FRAGMENTS.archs,
 )
 def moe_experts_w4a16(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: tuple[Tensor],
-    w13_scale: tuple[Tensor],
-    w2: tuple[Tensor],
-    w2_scale: tuple[Tensor],
     w13_zeros: tuple[Tensor] | None,
     w2_zeros: tuple[Tensor] | None,
-    b13: Tensor | None,
-    b2: Tensor | None,
     group: int,
-    **gate: Unpack[Gate],
+    **operands: Unpack[FragmentOperands],
 ) -> Tensor:
-    return _both_products(
-        x,
-        ids,
-        weights,
-        (*w13, *w13_scale, w13_zeros[0] if w13_zeros else None, b13),
-        (*w2, *w2_scale, w2_zeros[0] if w2_zeros else None, b2),
-        GateConstants(**gate),
-        int4=True,
-        group=group,
-        out_dtype=x.dtype,
-    )
+    zeros = {"w13_zeros": w13_zeros, "w2_zeros": w2_zeros}
+    dtype = operands["x"].dtype
+    return _both_products(**operands, **zeros, int4=True, group=group, out_dtype=dtype)
 
 
 def refuse_mxfp4_types(x: Tensor, x_scale: Tensor | None, out_dtype: torch.dtype) -> Refusal | None:
@@ -328,27 +333,5 @@ refuse_moe_experts_mxfp4 = first_refusal(unfit, refuse_mxfp4_types, unreadable, 
     },
     tuned_for=EXPERTS_FRAGMENTS.archs,
 )
-def moe_experts_mxfp4(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: tuple[Tensor],
-    w13_scale: tuple[Tensor],
-    w2: tuple[Tensor],
-    w2_scale: tuple[Tensor],
-    b13: Tensor | None,
-    b2: Tensor | None,
-    out_dtype: torch.dtype,
-    **gate: Unpack[Gate],
-) -> Tensor:
-    return _both_products(
-        x,
-        ids,
-        weights,
-        (*w13, *w13_scale, None, b13),
-        (*w2, *w2_scale, None, b2),
-        GateConstants(**gate),
-        int4=False,
-        group=32,
-        out_dtype=out_dtype,
-    )
+def moe_experts_mxfp4(out_dtype: torch.dtype, **operands: Unpack[FragmentOperands]) -> Tensor:
+    return _both_products(**operands, int4=False, group=32, out_dtype=out_dtype)
