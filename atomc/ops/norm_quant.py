@@ -15,6 +15,15 @@ from atomc.ops.op_traits import Kind
 from atomc.ops.schemes import KeptScheme, SchemeArguments, quantized
 
 
+class QuantizedNorm(KeptScheme):
+    """The arguments of rms_norm_quant besides x."""
+
+    weight: Tensor
+    eps: float
+    scale: Tensor | None
+    style: str
+
+
 def rms_norm_quant_shape(
     x: Tensor, weight: Tensor, scale: Tensor | None, style: str, **how: Unpack[KeptScheme]
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,8 +11,8 @@ from atomc.kernels.checks import first_refusal
 from atomc.kernels.triton.collective.allreduce import all_reduce, all_reduce_rms_norm
 from atomc.kernels.triton.rows.norm import refuse_rms_norm
 from atomc.kernels.triton.rows.norm_quant import quantized_norm, refuse_rms_norm_quant
+from atomc.ops.norm_quant import QuantizedNorm
 from atomc.ops.op import Refusal
-from atomc.ops.schemes import KeptScheme
 from atomc.platform import Platform
 from atomc.token_range import Tokens
 from atomc.torch_compat import peer_memory
@@ -75,32 +75,15 @@ def allreduce_add_rms_norm(
     "triton", refuses=refuse_allreduce_rms_norm_quant, tokens=TOKENS, limit=most_tokens, note=NOTE
 )
 def allreduce_rms_norm_quant(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    scale: Tensor | None,
-    style: str,
-    **how: Unpack[KeptScheme],
+    x: Tensor, process_group: str, **norm: Unpack[QuantizedNorm]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return quantized_norm(
-        all_reduce(x, peer_memory.of(process_group)), None, weight, eps, scale, style, **how
-    )
+    return quantized_norm(all_reduce(x, peer_memory.of(process_group)), None, **norm)
 
 
 @ops.allreduce_add_rms_norm_quant.kernel(
     "triton", refuses=refuse_allreduce_rms_norm_quant, tokens=TOKENS, limit=most_tokens, note=NOTE
 )
 def allreduce_add_rms_norm_quant(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    scale: Tensor | None,
-    style: str,
-    **how: Unpack[KeptScheme],
+    x: Tensor, residual: Tensor, process_group: str, **norm: Unpack[QuantizedNorm]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return quantized_norm(
-        all_reduce(x, peer_memory.of(process_group)), residual, weight, eps, scale, style, **how
-    )
+    return quantized_norm(all_reduce(x, peer_memory.of(process_group)), residual, **norm)

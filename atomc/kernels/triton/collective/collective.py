@@ -10,7 +10,7 @@ from atomc import ops
 from atomc.kernels.triton.launch.tiles import NORM
 from atomc.kernels.triton.rows.norm import add_rms_norm, refuse_rms_norm, rms_norm
 from atomc.kernels.triton.rows.norm_quant import quantized_norm, refuse_rms_norm_quant
-from atomc.ops.schemes import KeptScheme
+from atomc.ops.norm_quant import QuantizedNorm
 
 all_reduce = ops.all_reduce.reference
 
@@ -32,28 +32,15 @@ def allreduce_add_rms_norm(
 
 @ops.allreduce_rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs)
 def allreduce_rms_norm_quant(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    scale: Tensor | None,
-    style: str,
-    **how: Unpack[KeptScheme],
+    x: Tensor, process_group: str, **norm: Unpack[QuantizedNorm]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return quantized_norm(all_reduce(x, process_group), None, weight, eps, scale, style, **how)
+    return quantized_norm(all_reduce(x, process_group), None, **norm)
 
 
 @ops.allreduce_add_rms_norm_quant.kernel(
     "triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs
 )
 def allreduce_add_rms_norm_quant(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    scale: Tensor | None,
-    style: str,
-    **how: Unpack[KeptScheme],
+    x: Tensor, residual: Tensor, process_group: str, **norm: Unpack[QuantizedNorm]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return quantized_norm(all_reduce(x, process_group), residual, weight, eps, scale, style, **how)
+    return quantized_norm(all_reduce(x, process_group), residual, **norm)

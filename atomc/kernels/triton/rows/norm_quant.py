@@ -33,7 +33,8 @@ from atomc.kernels.triton.rows.norm import (
     tile_for,
 )
 from atomc.kernels.triton.rows.quant import Coding, Quantized, store_quantized, unquantizable
-from atomc.ops.schemes import KeptScheme, SchemeArguments
+from atomc.ops.norm_quant import QuantizedNorm
+from atomc.ops.schemes import SchemeArguments
 
 
 class Constants(NamedTuple):
@@ -155,26 +156,13 @@ refuse_rms_norm_quant = first_refusal(unquantizable, refuse_rms_norm)
 
 
 @ops.rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs)
-def rms_norm_quant(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    scale: Tensor | None,
-    style: str,
-    **how: Unpack[KeptScheme],
-) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, _, y = quantized_norm(x, None, weight, eps, scale, style, **how)
+def rms_norm_quant(x: Tensor, **norm: Unpack[QuantizedNorm]) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scales, _, y = quantized_norm(x, None, **norm)
     return codes, scales, y
 
 
 @ops.add_rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs)
 def add_rms_norm_quant(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    scale: Tensor | None,
-    style: str,
-    **how: Unpack[KeptScheme],
+    x: Tensor, residual: Tensor, **norm: Unpack[QuantizedNorm]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return quantized_norm(x, residual, weight, eps, scale, style, **how)
+    return quantized_norm(x, residual, **norm)
