@@ -118,7 +118,7 @@ class SparseInputs:
 
     def score(self) -> Tensor:
         given = self.dense.starts, self.dense.lengths, self.dense.tables
-        index_scores(self.q, self.weights, self.keys, self.scores, *given, 0, CHOSEN)
+        index_scores(self.q, self.weights, self.keys, self.scores, 0, CHOSEN, *given)
         return self.scores
 
     def choose(self) -> Tensor:

@@ -17,7 +17,7 @@ from atomc.kernels.row_views import as_heads, as_rows, with_lead
 from atomc.kernels.torch.mla_attention import gathered_latents
 from atomc.kernels.torch.sequence import attend, gathered, refuse_scaled_cache
 from atomc.kernels.torch.varlen_attention import varlen_attention as by_sequence
-from atomc.ops.attention import loaded_values
+from atomc.ops.attention import PagedSequences, loaded_values
 from atomc.ops.experts import ExpertOperands, sequential_experts
 
 # A product of this number of rows costs little more than one row: reading the weight dominates.
@@ -66,20 +66,18 @@ def moe_experts(weight_on_input: bool, **operands: Unpack[ExpertOperands]) -> Te
 def mla_absorbed_attention(
     q: Tensor,
     kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
     kv_scale: Tensor | None,
     latent: int,
     scale: float,
     chosen: Tensor | None,
+    **sequences: Unpack[PagedSequences],
 ) -> Tensor:
     rows = as_heads(q)
     positions = None if chosen is None else chosen.reshape(len(rows), -1)
     out = q.new_zeros((*rows.shape[:-1], latent))
     # In 16 bits, values times a scale would be rounded.
     wide = q.dtype if kv_scale is None else torch.float32
-    for new, stored in gathered_latents(kv_cache, query_start, seq_lens, block_tables):
+    for new, stored in gathered_latents(kv_cache, **sequences):
         cached = loaded_values(stored, kv_scale, wide)
         for row in range(new.start, new.stop):
             keys = cached[: len(cached) - (new.stop - row) + 1, None]
@@ -95,19 +93,15 @@ def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int,
     softcap: float,
+    **sequences: Unpack[PagedSequences],
 ) -> Tensor:
     rows = as_heads(q)
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
-    for new, first, keys, values in gathered(
-        k_cache, v_cache, query_start, seq_lens, block_tables, window
-    ):
+    for new, first, keys, values in gathered(k_cache, v_cache, window, **sequences):
         keys, values = keys.to(q.dtype), values.to(q.dtype)
         for row in range(new.start, new.stop):
             end = len(keys) - (new.stop - row) + 1

@@ -1,5 +1,7 @@
 """Attention by scaled_dot_product_attention, without state or over a paged cache, any device."""
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,7 +11,7 @@ from atomc.kernels.checks import first_refusal, named, unsupported
 from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.torch.eager import eager
 from atomc.kernels.torch.sequence import attend, gathered
-from atomc.ops.attention import loaded_values
+from atomc.ops.attention import PagedSequences, loaded_values
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -106,23 +108,19 @@ def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
     sinks: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     scale: float,
     window: int,
     softcap: float,
+    **sequences: Unpack[PagedSequences],
 ) -> Tensor:
     rows = as_heads(q)
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
     # In 16 bits, values times a scale would be rounded.
     wide = q.dtype if k_scale is None and v_scale is None else torch.float32
-    for new, _, keys, values in gathered(
-        k_cache, v_cache, query_start, seq_lens, block_tables, window
-    ):
+    for new, _, keys, values in gathered(k_cache, v_cache, window, **sequences):
         keys, values = loaded_values(keys, k_scale, wide), loaded_values(values, v_scale, wide)
         out[new] = attend(rows[new].to(wide), keys, values, sinks, scale, window, softcap)
     return with_lead(out, q)

@@ -3,6 +3,7 @@ cache, on any device.
 """
 
 from collections.abc import Iterator
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from atomc.kernels.checks import first_refusal, named, not_a_cpu, unsupported
 from atomc.kernels.row_views import as_heads, with_lead
 from atomc.kernels.torch.attention import attention
 from atomc.kernels.torch.sequence import attend, sequences
-from atomc.ops.attention import loaded_values
+from atomc.ops.attention import PagedSequences, loaded_values
 
 # From this number of tokens on, a step has prompts, whose keys and values are worth computing: a
 # decode step of that many sequences is rare. Not measured.
@@ -53,20 +54,18 @@ def mla_attention(
 def mla_absorbed_attention(
     q: Tensor,
     kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
     kv_scale: Tensor | None,
     latent: int,
     scale: float,
     chosen: Tensor | None,
+    **sequences: Unpack[PagedSequences],
 ) -> Tensor:
     rows = as_heads(q)
     out = q.new_zeros((*rows.shape[:-1], latent))
     # In 16 bits, values times a scale would be rounded.
     wide = q.dtype if kv_scale is None else torch.float32
     by_row = None if chosen is None else chosen.flatten(0, -2)
-    for new, found in gathered_latents(kv_cache, query_start, seq_lens, block_tables):
+    for new, found in gathered_latents(kv_cache, **sequences):
         cached, queries = loaded_values(found, kv_scale, wide), rows[new].to(wide)
         # Fewer tokens than are chosen read all of them.
         if by_row is None or len(found) <= by_row.shape[-1]:
@@ -89,18 +88,16 @@ def mla_paged_attention(
     q: Tensor,
     weight: Tensor,
     kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
     kv_scale: Tensor | None,
     scale: float,
+    **sequences: Unpack[PagedSequences],
 ) -> Tensor:
     rows = as_heads(q)
     heads, latent = q.shape[-2], weight.shape[-1]
     of_head = weight.view(heads, weight.shape[0] // heads, latent)
     nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
     out = q.new_zeros((*rows.shape[:-1], of_head.shape[1] - nope))
-    for new, found in gathered_latents(kv_cache, query_start, seq_lens, block_tables):
+    for new, found in gathered_latents(kv_cache, **sequences):
         cached = loaded_values(found, kv_scale, q.dtype)
         form = _expanded if expands(new.stop - new.start, len(found), of_head) else _absorbed
         out[new] = form(rows[new], of_head, cached, nope, scale)

@@ -75,10 +75,10 @@ def sequences(
 def gathered(
     k_cache: Tensor,
     v_cache: Tensor,
+    window: int,
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    window: int,
 ) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
     """(rows, first key that they see, keys and values [S, K, D] from that key on) of each sequence
     with new tokens, from caches in blocks. Keys and values are valid until the next iteration.

@@ -9,6 +9,8 @@ the positions of all that are chosen. Rows with at most topk keys choose all, wi
 The host decides by shapes only. T rows, J heads, C width of a key.
 """
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +32,7 @@ from atomc.kernels.triton.latent.mla_chosen import sequence_of_row
 from atomc.kernels.triton.launch.launch import begin, dot_block, overlap, unfit
 from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, codes_of, uncachable
 from atomc.kernels.triton.rows.quant import amax_scale, fp8_codes
+from atomc.ops.attention import PagedSequences
 from atomc.ops.formats import FP8
 from atomc.ops.indexer import SCALE_BYTES
 from atomc.ops.op import Refusal
@@ -269,31 +272,19 @@ def paged_index_topk(
     q: Tensor,
     weights: Tensor,
     index_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
     topk: int,
+    **sequences: Unpack[PagedSequences],
 ) -> Tensor:
     rows, by_row = q.reshape(-1, *q.shape[-2:]), weights.reshape(-1, weights.shape[-1])
     chosen = q.new_empty((len(rows), topk), dtype=torch.int32)
-    capacity = block_tables.shape[1] * index_cache.shape[1]
+    capacity = sequences["block_tables"].shape[1] * index_cache.shape[1]
     at_once = max(1, SCORE_BYTES // (4 * capacity))
     scores = q.new_empty((min(len(rows), at_once), capacity), dtype=torch.float32)
     for first in range(0, len(rows), at_once):
         count = min(at_once, len(rows) - first)
         if capacity > topk:
-            index_scores(
-                rows,
-                by_row,
-                index_cache,
-                scores[:count],
-                query_start,
-                seq_lens,
-                block_tables,
-                first,
-                topk,
-            )
-        choose(scores[:count], chosen, query_start, seq_lens, first)
+            index_scores(rows, by_row, index_cache, scores[:count], first, topk, **sequences)
+        choose(scores[:count], chosen, sequences["query_start"], sequences["seq_lens"], first)
     return chosen.view(*q.shape[:-2], topk)
 
 
@@ -302,11 +293,11 @@ def index_scores(
     weights: Tensor,
     index_cache: Tensor,
     scores: Tensor,
+    first: int,
+    topk: int,
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    first: int,
-    topk: int,
 ) -> None:
     """Write the scores [rows, capacity] of rows of q [T, J, C] from `first` on, for the keys that
     they see; of rows that see at most topk keys, none.
