@@ -17,7 +17,7 @@ from atomc.kernels.moe.combinations.triton_batched import TritonBatched
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes
 from atomc.kernels.moe.grouped import Grouped
-from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights, RankExperts
 from atomc.kernels.moe.modular_experts import ModularExperts, incompatible
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize
 from atomc.kernels.moe.schemes import SCHEMES, Fp8PerBlock, Fp8PerToken, Int8PerToken, Unquantized
@@ -45,6 +45,7 @@ __all__ = [
     "NaiveBatched",
     "NoEP",
     "PrepareFinalize",
+    "RankExperts",
     "Reference",
     "Sizes",
     "Triton",

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights, RankExperts
 from atomc.kernels.moe.schemes import ALL_SCHEMES
 from atomc.kernels.moe.weight_and_reduce import Delegate, NoOp, WeightAndReduce
+
+Spaces = tuple[Tensor, Tensor]  # workspace13 and workspace2
 
 
 class Sizes(NamedTuple):
@@ -68,14 +70,7 @@ class ExpertsKernel(ABC):
 
     @abstractmethod
     def apply(
-        self,
-        output: Tensor,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        dispatched: Dispatched,
-        weights: ExpertWeights,
-        expert_map: Tensor | None,
-        config: ExpertsConfig,
+        self, output: Tensor, spaces: Spaces, dispatched: Dispatched, experts: RankExperts
     ) -> None:
         """Writes the results to output. The contents of the workspaces are undefined before and
         after.
@@ -98,16 +93,3 @@ class BatchedExperts(ExpertsKernel):
 
     def finalize_weight_and_reduce(self) -> WeightAndReduce:
         return Delegate()
-
-
-def local_ids(ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:
-    """Rows of the weights of this rank, -1 for experts of other ranks and ids of no expert.
-
-    ids [M, k] -> [M, k] int64. num_experts: L.
-    """
-    count = num_experts if expert_map is None else len(expert_map)
-    inside = (ids >= 0) & (ids < count)
-    local = ids.clamp(0, count - 1).long()
-    if expert_map is not None:
-        local = expert_map[local].long()
-    return local.masked_fill(~inside, -1)

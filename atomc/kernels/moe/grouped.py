@@ -4,8 +4,8 @@ from torch import Tensor
 
 from atomc.kernels.grouped_experts import grouped_experts
 from atomc.kernels.moe.dispatched import Dispatched
-from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes, local_ids
-from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.experts import ExpertsKernel, Sizes, Spaces, WorkspaceShapes
+from atomc.kernels.moe.layer import RankExperts
 from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce
 
 
@@ -21,25 +21,11 @@ class Grouped(ExpertsKernel):
         return WorkspaceShapes((0,), (0,), (sizes.rows, sizes.choices, sizes.hidden))
 
     def apply(
-        self,
-        output: Tensor,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        dispatched: Dispatched,
-        weights: ExpertWeights,
-        expert_map: Tensor | None,
-        config: ExpertsConfig,
+        self, output: Tensor, spaces: Spaces, dispatched: Dispatched, experts: RankExperts
     ) -> None:
-        grouped_experts(
-            output.flatten(0, 1),
-            dispatched.x,
-            local_ids(dispatched.ids, expert_map, weights.num_experts),
-            weights.w13,
-            weights.w2,
-            weights.b13,
-            weights.b2,
-            config.gated,
-        )
+        w = experts.weights
+        ids, gate = experts.local_ids(dispatched.ids), experts.config.gated
+        grouped_experts(output.flatten(0, 1), dispatched.x, ids, w.w13, w.w2, w.b13, w.b2, gate)
 
     def finalize_weight_and_reduce(self) -> WeightAndReduce:
         return Contiguous()

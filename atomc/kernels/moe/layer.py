@@ -57,3 +57,32 @@ class ExpertWeights:
     def num_experts(self) -> int:
         """L."""
         return len(self.w13)
+
+
+def local_ids(ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:
+    """Rows of the weights of this rank, -1 for experts of other ranks and ids of no expert.
+
+    ids [M, k] -> [M, k] int64. num_experts: L.
+    """
+    count = num_experts if expert_map is None else len(expert_map)
+    inside = (ids >= 0) & (ids < count)
+    local = ids.clamp(0, count - 1).long()
+    if expert_map is not None:
+        local = expert_map[local].long()
+    return local.masked_fill(~inside, -1)
+
+
+@dataclass(frozen=True)
+class RankExperts:
+    """The experts of a rank: their weights in the layout that they read, and what they compute.
+
+    expert_map  as in PrepareFinalize; None: ids are those of this rank
+    """
+
+    weights: ExpertWeights
+    expert_map: Tensor | None
+    config: ExpertsConfig
+
+    def local_ids(self, ids: Tensor) -> Tensor:
+        """Rows of the weights, [M, k] int64; -1 for other experts. ids [M, k]."""
+        return local_ids(ids, self.expert_map, self.weights.num_experts)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.experts import ExpertsKernel, Sizes
-from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights, RankExperts
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize
 from atomc.ops.experts import ACTIVATIONS
 
@@ -133,22 +133,17 @@ class ModularExperts:
 
         output = empty(self.experts.workspace_shapes(whole).output)
         shapes = self.experts.workspace_shapes(largest)
-        space13, space2 = (
-            empty((math.prod(shapes.workspace13),)),
-            empty((math.prod(shapes.workspace2),)),
-        )
+        space13 = empty((math.prod(shapes.workspace13),))
+        space2 = empty((math.prod(shapes.workspace2),))
         for start in range(0, rows, max(largest.rows, 1)):
             stop = min(start + largest.rows, rows)
             complete = stop - start == rows
             shapes = self.experts.workspace_shapes(whole._replace(rows=stop - start))
             self.experts.apply(
                 output if complete else output[start:stop],
-                _view(space13, shapes.workspace13),
-                _view(space2, shapes.workspace2),
+                (_view(space13, shapes.workspace13), _view(space2, shapes.workspace2)),
                 dispatched if complete else dispatched.chunk(start, stop),
-                weights,
-                self.expert_map,
-                self.config,
+                RankExperts(weights, self.expert_map, self.config),
             )
         return output
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import Dispatched
-from atomc.kernels.moe.experts import ExpertsKernel, local_ids
-from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.experts import ExpertsKernel, Spaces
+from atomc.kernels.moe.layer import ExpertsConfig, RankExperts
 
 
 def no_triton(device: torch.device) -> str | None:
@@ -45,26 +45,19 @@ class Triton(ExpertsKernel):
         return unfit_block(self.name, config, 128)
 
     def apply(
-        self,
-        output: Tensor,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        dispatched: Dispatched,
-        weights: ExpertWeights,
-        expert_map: Tensor | None,
-        config: ExpertsConfig,
+        self, output: Tensor, spaces: Spaces, dispatched: Dispatched, experts: RankExperts
     ) -> None:
         # Triton is optional.
         from atomc.kernels.moe.triton_quantizers import quantize
         from atomc.kernels.triton.experts.experts_prefill import sum_of_experts
         from atomc.kernels.triton.launch.tiles import MOE_EXPERTS, MOE_EXPERTS_8_BITS
 
-        w, scheme = weights, config.scheme
+        w, scheme = experts.weights, experts.config.scheme
         sums = sum_of_experts(
             MOE_EXPERTS if scheme.name == "none" else MOE_EXPERTS_8_BITS,
             partial(quantize, scheme),
             dispatched.x,
-            local_ids(dispatched.ids, expert_map, w.num_experts),
+            experts.local_ids(dispatched.ids),
             dispatched.weights,
             w.w13,
             w.w2,
@@ -75,6 +68,6 @@ class Triton(ExpertsKernel):
             dispatched.x_scale,
             out_dtype=output.dtype,
             square=scheme.block,
-            **config.gate,
+            **experts.config.gate,
         )
         output.copy_(sums)

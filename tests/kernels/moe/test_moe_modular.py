@@ -51,6 +51,7 @@ from atomc.kernels.moe import (
 from atomc.kernels.moe.combinations.batching import slots_of
 from atomc.kernels.moe.combinations.parts import EXPERTS, PREPARE, REFUSED, markdown, names, why_not
 from atomc.kernels.moe.combinations.reference import experts_reference
+from atomc.kernels.moe.experts import Spaces
 from atomc.ops.experts import moe_experts
 
 PAGE = Path(__file__).parents[3] / "docs/moe.md"
@@ -391,16 +392,9 @@ class Recording(ExpertsKernel):
     def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
         return WorkspaceShapes((sizes.rows, 2, 5), (sizes.rows, 3), (sizes.rows, sizes.hidden))
 
-    def apply(
-        self,
-        output: Tensor,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        dispatched: Dispatched,
-        *rest: Any,
-    ) -> None:
-        spaces = [(space.data_ptr(), tuple(space.shape)) for space in (workspace13, workspace2)]
-        self.calls.append((dispatched.rows, *spaces))
+    def apply(self, output: Tensor, spaces: Spaces, dispatched: Dispatched, *rest: Any) -> None:
+        places = [(space.data_ptr(), tuple(space.shape)) for space in spaces]
+        self.calls.append((dispatched.rows, *places))
         output.copy_(dispatched.x)
 
     def finalize_weight_and_reduce(self) -> weight_and_reduce.WeightAndReduce:

@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from atomc.kernels.moe.collectives import Pending
 from atomc.kernels.moe.combinations.batching import batch_rows, slots_of
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
-from atomc.kernels.moe.experts import local_ids
+from atomc.kernels.moe.layer import local_ids
 from atomc.kernels.moe.placement import placement
 from atomc.kernels.moe.prepare_finalize import ExchangeOfRanks, Receiver
 from atomc.kernels.moe.weight_and_reduce import NaiveBatched, WeightAndReduce

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from atomc.kernels.moe.combinations.batching import batch_rows, slots_of
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
-from atomc.kernels.moe.experts import local_ids
+from atomc.kernels.moe.layer import local_ids
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
 from atomc.kernels.moe.weight_and_reduce import NaiveBatched, WeightAndReduce
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import Dispatched
-from atomc.kernels.moe.experts import ExpertsKernel, local_ids
-from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.experts import ExpertsKernel, Spaces
+from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights, RankExperts
 from atomc.ops.experts import gate_and_up
 
 MODULE, FUNCTION = "flashinfer.fused_moe", "cutlass_fused_moe"
@@ -59,20 +59,13 @@ class FlashInfer(ExpertsKernel):
         return replace(weights, w13=w13, w2=weights.w2.contiguous(), b13=b13)
 
     def apply(
-        self,
-        output: Tensor,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        dispatched: Dispatched,
-        weights: ExpertWeights,
-        expert_map: Tensor | None,
-        config: ExpertsConfig,
+        self, output: Tensor, spaces: Spaces, dispatched: Dispatched, experts: RankExperts
     ) -> None:
         function = library()
         if isinstance(function, str):
             raise RuntimeError(function)
-        num_experts = weights.num_experts
-        ids = local_ids(dispatched.ids, expert_map, num_experts)
+        weights, num_experts = experts.weights, experts.weights.num_experts
+        ids = experts.local_ids(dispatched.ids)
         function(
             input=dispatched.x.contiguous(),
             token_selected_experts=ids.masked_fill(ids < 0, num_experts).int(),
@@ -83,7 +76,7 @@ class FlashInfer(ExpertsKernel):
             quant_scales=[],
             fc1_expert_biases=weights.b13,
             fc2_expert_biases=weights.b2,
-            **_gate(config, num_experts, output.device),
+            **_gate(experts.config, num_experts, output.device),
             ep_size=2,
             ep_rank=0,
             output=output,

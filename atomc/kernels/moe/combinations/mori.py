@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 
 from atomc.kernels.moe.collectives import Ranks
 from atomc.kernels.moe.dispatched import Dispatched, Sent
-from atomc.kernels.moe.experts import local_ids
+from atomc.kernels.moe.layer import local_ids
 from atomc.kernels.moe.placement import placement
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver
 from atomc.kernels.moe.weight_and_reduce import WeightAndReduce

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import Dispatched
-from atomc.kernels.moe.experts import BatchedExperts
-from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.experts import BatchedExperts, Spaces
+from atomc.kernels.moe.layer import RankExperts
 from atomc.kernels.moe.schemes import ExpertsScheme
 from atomc.ops.scaled_linear import (
     scaled_linear_fp8,
@@ -23,16 +23,10 @@ class NaiveBatched(BatchedExperts):
     name = "naive_batched"
 
     def apply(
-        self,
-        output: Tensor,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        dispatched: Dispatched,
-        weights: ExpertWeights,
-        expert_map: Tensor | None,
-        config: ExpertsConfig,
+        self, output: Tensor, spaces: Spaces, dispatched: Dispatched, experts: RankExperts
     ) -> None:
         assert dispatched.expert_num_tokens is not None
+        weights, config = experts.weights, experts.config
         linear = partial(_linear, config.scheme, output.dtype)
         for e, rows in enumerate(dispatched.expert_num_tokens.tolist()):
             x = dispatched.x[e, :rows]

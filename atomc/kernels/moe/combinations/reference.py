@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import Dispatched
-from atomc.kernels.moe.experts import ExpertsKernel, local_ids
-from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.experts import ExpertsKernel, Spaces
+from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights, RankExperts
 from atomc.ops.experts import moe_experts
 from atomc.ops.scaled_experts import moe_experts_fp8, moe_experts_int8
 
@@ -16,24 +16,16 @@ class Reference(ExpertsKernel):
     name = "reference"
 
     def apply(
-        self,
-        output: Tensor,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        dispatched: Dispatched,
-        weights: ExpertWeights,
-        expert_map: Tensor | None,
-        config: ExpertsConfig,
+        self, output: Tensor, spaces: Spaces, dispatched: Dispatched, experts: RankExperts
     ) -> None:
-        ids = local_ids(dispatched.ids, expert_map, weights.num_experts)
         output.copy_(
             experts_reference(
                 dispatched.x,
                 dispatched.x_scale,
-                ids,
+                experts.local_ids(dispatched.ids),
                 dispatched.weights,
-                weights,
-                config,
+                experts.weights,
+                experts.config,
                 output.dtype,
             )
         )

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import Dispatched
-from atomc.kernels.moe.experts import BatchedExperts, Sizes, WorkspaceShapes
-from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.experts import BatchedExperts, Sizes, Spaces, WorkspaceShapes
+from atomc.kernels.moe.layer import ExpertsConfig, RankExperts
 from atomc.kernels.moe.triton_standard import no_triton, unfit_block
 
 
@@ -28,14 +28,7 @@ class TritonBatched(BatchedExperts):
         return WorkspaceShapes((*rows, sizes.inner), (0,), (*rows, sizes.hidden))
 
     def apply(
-        self,
-        output: Tensor,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        dispatched: Dispatched,
-        weights: ExpertWeights,
-        expert_map: Tensor | None,
-        config: ExpertsConfig,
+        self, output: Tensor, spaces: Spaces, dispatched: Dispatched, experts: RankExperts
     ) -> None:
         # Triton is optional.
         from atomc.kernels.moe.combinations.batched_triton import batched_product
@@ -43,7 +36,8 @@ class TritonBatched(BatchedExperts):
         from atomc.kernels.triton.experts.expert_gate import GateConstants
 
         assert dispatched.expert_num_tokens is not None
-        w, scheme, num_tokens = weights, config.scheme, dispatched.expert_num_tokens
+        w, scheme = experts.weights, experts.config.scheme
+        num_tokens, act = dispatched.expert_num_tokens, spaces[0]
         batched_product(
             dispatched.x,
             dispatched.x_scale,
@@ -51,11 +45,11 @@ class TritonBatched(BatchedExperts):
             w.w13_scale,
             w.b13,
             num_tokens,
-            workspace13,
+            act,
             block=scheme.block,
-            gate=GateConstants(**config.gate),
+            gate=GateConstants(**experts.config.gate),
         )
-        codes, scale = quantize(scheme, workspace13)
+        codes, scale = quantize(scheme, act)
         batched_product(
             codes, scale, w.w2, w.w2_scale, w.b2, num_tokens, output, block=scheme.block
         )
