@@ -49,7 +49,7 @@ from atomc.kernels.moe import (
     weight_and_reduce,
 )
 from atomc.kernels.moe.combinations.batching import slots_of
-from atomc.kernels.moe.combinations.parts import EXPERTS, PREPARE, REFUSED, markdown, names, why_not
+from atomc.kernels.moe.combinations.parts import EXPERTS, PREPARE, REFUSED, names, why_not
 from atomc.kernels.moe.combinations.reference import experts_reference
 from atomc.kernels.moe.experts import Spaces
 from atomc.ops.experts import moe_experts
@@ -599,8 +599,26 @@ def between(text: str) -> tuple[str, str, str]:
     return before, inside, after
 
 
+def rows() -> Iterator[str]:
+    yield "| part | kind | format | schemes | here | what it is, or why it is not here |"
+    yield "|---|---|---|---|---|---|"
+    for prepare in PREPARE.values():
+        yield row(prepare.part, "prepare", prepare.part.activation_format, prepare.note)
+    for experts in EXPERTS.values():
+        yield row(experts.part, "experts", experts.part.activation_formats[0], experts.note)
+    for refused in sorted(REFUSED.values(), key=lambda refused: refused.kind, reverse=True):
+        formats = ", ".join(item.value for item in refused.formats)
+        yield f"| `{refused.name}` | {refused.kind} | {formats} | - | no | {refused.reason} |"
+
+
+def row(
+    part: type[PrepareFinalize] | type[ExpertsKernel], kind: str, form: ActivationFormat, note: str
+) -> str:
+    return f"| `{part.name}` | {kind} | {form.value} | {', '.join(part.schemes)} | yes | {note} |"
+
+
 def table() -> str:
-    return "\n" + "\n".join(markdown()) + "\n\n"
+    return "\n" + "\n".join(rows()) + "\n\n"
 
 
 def test_the_page_has_the_table_of_parts() -> None:

@@ -1,6 +1,6 @@
 """All parts of the modular kernel that this project or others have, and what became of each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -186,22 +186,3 @@ def why_not(prepare: str, experts: str, scheme: str) -> str | None:
         if name in REFUSED:
             return f"{name} is {REFUSED[name].reason}"
     return incompatible(PREPARE[prepare].part, EXPERTS[experts].part, scheme)
-
-
-def markdown() -> Iterator[str]:
-    """The lines of the table in docs/moe.md."""
-    yield "| part | kind | format | schemes | here | what it is, or why it is not here |"
-    yield "|---|---|---|---|---|---|"
-    for prepare in PREPARE.values():
-        yield _row(prepare.part, "prepare", prepare.part.activation_format, prepare.note)
-    for experts in EXPERTS.values():
-        yield _row(experts.part, "experts", experts.part.activation_formats[0], experts.note)
-    for refused in sorted(REFUSED.values(), key=lambda refused: refused.kind, reverse=True):
-        formats = ", ".join(item.value for item in refused.formats)
-        yield f"| `{refused.name}` | {refused.kind} | {formats} | - | no | {refused.reason} |"
-
-
-def _row(
-    part: type[PrepareFinalize] | type[ExpertsKernel], kind: Kind, form: ActivationFormat, note: str
-) -> str:
-    return f"| `{part.name}` | {kind} | {form.value} | {', '.join(part.schemes)} | yes | {note} |"
