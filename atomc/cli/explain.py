@@ -243,11 +243,13 @@ def _write_page(
 
 def _measure_bandwidth(reports: "Sequence[Report]") -> None:
     """Measure this machine's bandwidth if it is not known, so that the page can show times."""
-    from atomc.cost.bandwidth import measured_bandwidth
+    import torch
+
+    from atomc.planning.measure import copy_bandwidth
 
     unknown = [report for report in reports if report.machine and not report.machine["bandwidth"]]
     if unknown:
-        speed = measured_bandwidth(unknown[0].machine["device"])
+        speed = copy_bandwidth(torch.device(unknown[0].machine["device"]))
         for report in unknown:
             report.machine |= {"bandwidth": speed, "measured": True}
 

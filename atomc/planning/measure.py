@@ -315,14 +315,19 @@ def measure_peaks(platform: Platform, dtype: torch.dtype) -> Platform:
     if platform.bandwidth and platform.flops:
         return platform
     device = torch.device(platform.device)
+    return replace(
+        platform,
+        bandwidth=platform.bandwidth or copy_bandwidth(device),
+        flops=platform.flops or _product_rate(dtype, device),
+    )
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of the fastest of a few copies beyond the caches."""
     source = torch.empty(ROTATED_BYTES[device.type] * 2, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     copy = min(time_call(target.copy_, [[source]], device, synced=True) for _ in range(PEAKS))
-    return replace(
-        platform,
-        bandwidth=platform.bandwidth or 2 * source.nbytes / copy,
-        flops=platform.flops or _product_rate(dtype, device),
-    )
+    return 2 * source.nbytes / copy
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
