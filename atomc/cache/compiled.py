@@ -23,7 +23,7 @@ from atomc.cache.artifact import (
 from atomc.graph.profiler_ranges import profiled
 from atomc.ops.inputs import ExpertCounts, GraphInput, LoraWeights, StateInput, StepInput
 from atomc.ops.op import Extra
-from atomc.ops.state import PlainSpec, StateSpec
+from atomc.ops.state import StateSpec
 from atomc.torch_compat.core import GraphFunction, Input, Outputs
 from atomc.weights.inputs import PreparedInput, WeightInputs
 from atomc.weights.packed import PackedInput
@@ -105,7 +105,7 @@ class CompiledData(TypedDict):
     packed: dict[str, tuple[tuple[str, ...], int]]
     syncing: list[str]
     read: list[str]
-    state: list[PlainSpec]
+    state: list[Fields]
     runtime_inputs: dict[str, tuple[str, Fields]]
     extras: list[Fields]
     functions: Sequence[FunctionData]

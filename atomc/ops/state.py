@@ -6,8 +6,8 @@ T new tokens, S sequences, R rows whose logits are computed, B blocks of the lon
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypedDict, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -112,24 +112,6 @@ class StateTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class PlainTensor(TypedDict):
-    """A StateTensor in the cache of compiled graphs."""
-
-    role: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class PlainSpec(TypedDict):
-    """A StateSpec in the cache of compiled graphs; `paging` has the fields of Paging."""
-
-    name: str
-    kind: str
-    tensors: list[PlainTensor]
-    paging: tuple[int, str] | None
-    group: int | None
-
-
 @dataclass(frozen=True)
 class StateSpec:
     """The state of one layer between steps. `StateSpec.of` creates one.
@@ -170,24 +152,15 @@ class StateSpec:
         )
 
     @classmethod
-    def of_plain(cls, plain: PlainSpec) -> "StateSpec":
+    def of_plain(cls, plain: Mapping[str, Any]) -> "StateSpec":
         """The spec of a result of `to_plain`."""
         tensors = tuple(StateTensor(**tensor) for tensor in plain["tensors"])
         paging = plain["paging"] and Paging(*plain["paging"])
-        return cls(plain["name"], plain["kind"], tensors, paging, plain["group"])
+        return cls(**{**plain, "tensors": tensors, "paging": paging})
 
-    def to_plain(self) -> PlainSpec:
-        """Plain data for the cache of compiled graphs."""
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "tensors": [
-                {"role": tensor.role, "shape": tensor.shape, "dtype": tensor.dtype}
-                for tensor in self.tensors
-            ],
-            "paging": None if self.paging is None else (self.paging.window, self.paging.layout),
-            "group": self.group,
-        }
+    def to_plain(self) -> dict[str, Any]:
+        """Its fields, of builtin types, for the cache of compiled graphs."""
+        return {**asdict(self), "paging": self.paging and (*self.paging,)}
 
     def __str__(self) -> str:
         alike = {(tensor.shape, tensor.dtype) for tensor in self.tensors}
