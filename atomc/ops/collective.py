@@ -4,6 +4,8 @@ process_group: the name of one of torch.distributed. All its processes make the 
 the same shapes, in the same order.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -41,16 +43,25 @@ def all_gather(x: Tensor, ranks: int, process_group: str) -> Tensor:
     return torch.cat(waited.view(ranks, *x.shape).unbind(0), -1)
 
 
-def _allreduce_rms_norm_shape(x: Tensor, weight: Tensor, style: str) -> tuple[Tensor, Tensor]:
+def reduced_shape(x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """An empty tensor as the sum of all_reduce(x), and of a residual."""
     total = x.new_empty(x.shape)
+    return total if residual is None else total + residual
+
+
+def _normed_sum_shape(
+    x: Tensor, weight: Tensor, style: str, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    total = reduced_shape(x, residual)
     return normed_shape(total, weight, style), total
 
 
-@norm_op(
-    kind=Kind.COLLECTIVE | Kind.NORM,
-    shape=_allreduce_rms_norm_shape,
-    sent=sum_of_x,
+_normed_sum = partial(
+    norm_op, kind=Kind.COLLECTIVE | Kind.NORM, shape=_normed_sum_shape, sent=sum_of_x
 )
+
+
+@_normed_sum()
 def allreduce_rms_norm(
     x: Tensor, weight: Tensor, eps: float, process_group: str, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
@@ -61,17 +72,7 @@ def allreduce_rms_norm(
     return rms_norm.reference(total, weight, eps, style), total
 
 
-def _allreduce_add_rms_norm_shape(
-    x: Tensor, residual: Tensor, weight: Tensor, style: str
-) -> tuple[Tensor, Tensor]:
-    return _allreduce_rms_norm_shape(x.new_empty(x.shape) + residual, weight, style)
-
-
-@norm_op(
-    kind=Kind.COLLECTIVE | Kind.NORM,
-    shape=_allreduce_add_rms_norm_shape,
-    sent=sum_of_x,
-)
+@_normed_sum()
 def allreduce_add_rms_norm(
     x: Tensor,
     residual: Tensor,

@@ -4,11 +4,12 @@
 group, as in atomc.ops.collective, `group` the columns per scale.
 """
 
+from functools import partial
 from typing import Unpack
 
 from torch import Tensor
 
-from atomc.ops.collective import all_reduce
+from atomc.ops.collective import all_reduce, reduced_shape
 from atomc.ops.norm import norm_op
 from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant, rms_norm_quant_shape
 from atomc.ops.op_cost import sum_of_x
@@ -16,19 +17,28 @@ from atomc.ops.op_traits import Kind
 from atomc.ops.schemes import KeptScheme
 
 
-def _allreduce_rms_norm_quant_shape(
-    x: Tensor, weight: Tensor, scale: Tensor | None, style: str, **how: Unpack[KeptScheme]
+def _quantized_sum_shape(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    style: str,
+    residual: Tensor | None = None,
+    **how: Unpack[KeptScheme],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = x.new_empty(x.shape)
+    total = reduced_shape(x, residual)
     codes, scales, y = rms_norm_quant_shape(total, weight, scale, style, **how)
     return codes, scales, total, y
 
 
-@norm_op(
+_quantized_sum = partial(
+    norm_op,
     kind=Kind.COLLECTIVE | Kind.NORM | Kind.QUANTIZE,
-    shape=_allreduce_rms_norm_quant_shape,
+    shape=_quantized_sum_shape,
     sent=sum_of_x,
 )
+
+
+@_quantized_sum()
 def allreduce_rms_norm_quant(
     x: Tensor,
     weight: Tensor,
@@ -46,23 +56,7 @@ def allreduce_rms_norm_quant(
     return codes, scales, total, y
 
 
-def _allreduce_add_rms_norm_quant_shape(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    style: str,
-    **how: Unpack[KeptScheme],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = x.new_empty(x.shape) + residual
-    return _allreduce_rms_norm_quant_shape(total, weight, scale, style, **how)
-
-
-@norm_op(
-    kind=Kind.COLLECTIVE | Kind.NORM | Kind.QUANTIZE,
-    shape=_allreduce_add_rms_norm_quant_shape,
-    sent=sum_of_x,
-)
+@_quantized_sum()
 def allreduce_add_rms_norm_quant(
     x: Tensor,
     residual: Tensor,
