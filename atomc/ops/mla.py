@@ -61,15 +61,21 @@ def mla_kv_write(
     return kv_c.new_empty((0,))
 
 
-def _joined(q_nope: Tensor, width: int, q_pe: Tensor, cos: Tensor) -> Tensor:
+def empty_queries(
+    q_nope: Tensor, q_pe: Tensor, cos: Tensor, weight: Tensor | None = None
+) -> Tensor:
+    """Uninitialized queries: those of q_nope, multiplied by `weight` of each head [H, L, P] if
+    there is one, then the rotated ones.
+    """
     dtype = torch.promote_types(q_nope.dtype, torch.promote_types(q_pe.dtype, cos.dtype))
+    width = q_nope.shape[-1] if weight is None else weight.shape[1]
     return q_nope.new_empty((*q_nope.shape[:-1], width + q_pe.shape[-1]), dtype=dtype)
 
 
-def _mla_rope_kv_write_shape(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, cos: Tensor
+def _rotated_and_written(
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, cos: Tensor, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    return _joined(q_nope, q_nope.shape[-1], q_pe, cos), kv_c.new_empty((0,))
+    return empty_queries(q_nope, q_pe, cos, weight), written_token(kv_c)
 
 
 @op(
@@ -77,7 +83,7 @@ def _mla_rope_kv_write_shape(
     rows=None,
     cost=state_write,
     mutates=("kv_cache",),
-    shape=_mla_rope_kv_write_shape,
+    shape=_rotated_and_written,
 )
 def mla_rope_kv_write(
     q_nope: Tensor,
@@ -164,18 +170,12 @@ def _product_and_write(call: OpCall) -> Work:
     return moved, 2 * call["q_nope"].numel * call["weight"].shape[1]
 
 
-def _bmm_rope_kv_write_shape(
-    q_nope: Tensor, weight: Tensor, q_pe: Tensor, kv_c: Tensor, cos: Tensor
-) -> tuple[Tensor, Tensor]:
-    return _joined(q_nope, weight.shape[1], q_pe, cos), kv_c.new_empty((0,))
-
-
 @op(
     kind=Kind.BMM | Kind.ROPE | Kind.STATE_WRITE,
     rows=None,
     cost=_product_and_write,
     mutates=("kv_cache",),
-    shape=_bmm_rope_kv_write_shape,
+    shape=_rotated_and_written,
 )
 def bmm_rope_kv_write(
     q_nope: Tensor,

@@ -45,6 +45,7 @@ from atomc.kernels.triton.rows.rope import (
     store_parts,
     tables_of,
 )
+from atomc.ops.mla import empty_queries
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -250,17 +251,6 @@ def refuse_rotation(
 refuse_mla_rope_kv_write = first_refusal(refuse_mla_kv_write, refuse_rotation)
 
 
-def empty_queries(
-    q_nope: Tensor, width: int, q_pe: Tensor, cos: Tensor
-) -> tuple[Tensor, torch.dtype]:
-    """Empty queries, with so many columns before the rotated ones, and the dtype in which they are
-    rotated.
-    """
-    turned = torch.promote_types(q_pe.dtype, cos.dtype)
-    shape = (*q_nope.shape[:-1], width + q_pe.shape[-1])
-    return q_nope.new_empty(shape, dtype=torch.promote_types(q_nope.dtype, turned)), turned
-
-
 @ops.mla_rope_kv_write.kernel(
     "triton", layout="paged", refuses=refuse_mla_rope_kv_write, tuned_for=HEAD_ROWS.archs
 )
@@ -277,7 +267,7 @@ def mla_rope_kv_write(
     rope_style: str,
 ) -> tuple[Tensor, Tensor]:
     nope = q_nope.shape[-1]
-    out, turned = empty_queries(q_nope, nope, q_pe, cos)
+    out = empty_queries(q_nope, q_pe, cos)
     if rows := num_rows(kv_c):
         q_rows = num_rows(q_nope)
         rows_a_program = HEAD_ROWS.choose(kv_c.device, q_rows)
@@ -295,7 +285,7 @@ def mla_rope_kv_write(
             *map(inner_sizes, (q_nope, kv_c, k_pe)),
             P=nope,
             L=kv_c.shape[-1],
-            OUT=TRITON_DTYPE[turned],
+            OUT=TRITON_DTYPE[torch.promote_types(q_pe.dtype, cos.dtype)],
             PARTS=head_parts(q_pe, cos, rope_style),
             ROWS=rows_a_program,
             **codes_of(kv_cache),

@@ -22,7 +22,6 @@ from atomc.kernels.checks import (
     unknown,
 )
 from atomc.kernels.triton.latent.mla import (
-    empty_queries,
     refuse_mla_rope_kv_write,
     rotate_query,
     write_latents,
@@ -58,7 +57,7 @@ from atomc.kernels.triton.rows.rope import (
 )
 from atomc.kernels.triton.w4a16.mxfp4 import e2m1_rows, e2m1_values, e8m0_values
 from atomc.ops.formats import FP8, MX_ROUNDINGS
-from atomc.ops.mla import BMM_SCHEMES
+from atomc.ops.mla import BMM_SCHEMES, empty_queries
 from atomc.ops.op import Refusal
 
 # Tile of the product: tokens, and columns of the latent. Not measured on any GPU.
@@ -261,7 +260,7 @@ def bmm_rope_kv_write(
     rounding: str,
 ) -> tuple[Tensor, Tensor]:
     heads, latent = weight.shape[:2]
-    out, turned = empty_queries(q_nope, latent, q_pe, cos)
+    out = empty_queries(q_nope, q_pe, cos, weight)
     if rows := num_rows(kv_c):
         _bmm_rope_kv_write[(triton.cdiv(rows, BLOCK_M), heads * triton.cdiv(latent, BLOCK_L) + 1)](
             rows_of(q_nope),
@@ -278,7 +277,7 @@ def bmm_rope_kv_write(
             *map(inner_sizes, (kv_c, k_pe)),
             HEADS=heads,
             PRODUCT=_product_of(q_nope, weight, scheme, group, dtype, rounding),
-            OUT=TRITON_DTYPE[turned],
+            OUT=TRITON_DTYPE[torch.promote_types(q_pe.dtype, cos.dtype)],
             PARTS=head_parts(q_pe, cos, rope_style),
             **codes_of(kv_cache),
             **overlap(kv_c.device),
