@@ -140,31 +140,21 @@ def _route(
 
 
 def refuse_topk_route(
-    platform: Platform,
-    logits: Tensor,
-    bias: Tensor | None,
-    k: int,
-    score: str,
-    groups: int,
-    group_score: str,
-    dtype: torch.dtype,
+    platform: Platform, logits: Tensor, bias: Tensor | None, **choice: Unpack[ExpertChoice]
 ) -> Refusal | None:
-    return unfit(platform, logits=logits, bias=bias) or _unroutable(
-        logits.shape[-1], k, score, groups, group_score, dtype
-    )
+    return unfit(platform, logits=logits, bias=bias) or _unroutable(logits.shape[-1], **choice)
 
 
-def _unroutable(
-    experts: int, k: int, score: str, groups: int, group_score: str, dtype: torch.dtype
-) -> Refusal | None:
+def _unroutable(experts: int, **choice: Unpack[ExpertChoice]) -> Refusal | None:
+    groups = choice["groups"]
     if experts % groups:
         return Refusal("shape", f"{experts} experts are not {groups} groups of one size")
     return (
         too_wide(experts, MAX_EXPERTS, "logits")
-        or too_wide(k, MAX_CHOICES, "choices")
-        or unknown(SCORES, score=score)
-        or unknown(GROUP_SCORES, group_score=group_score)
-        or wrong_result(FLOATS, dtype)
+        or too_wide(choice["k"], MAX_CHOICES, "choices")
+        or unknown(SCORES, score=choice["score"])
+        or unknown(GROUP_SCORES, group_score=choice["group_score"])
+        or wrong_result(FLOATS, choice["dtype"])
     )
 
 
@@ -217,11 +207,7 @@ def refuse_linear_topk_route(
     linear_bias: Tensor | None,
     bias: Tensor | None,
     logits_dtype: torch.dtype,
-    k: int,
-    score: str,
-    groups: int,
-    group_score: str,
-    dtype: torch.dtype,
+    **choice: Unpack[ExpertChoice],
 ) -> Refusal | None:
     reason = (
         unfit(platform, x=x, weight=weight, linear_bias=linear_bias, bias=bias)
@@ -234,7 +220,7 @@ def refuse_linear_topk_route(
         return reason
     if logits_dtype not in (x.dtype, torch.float32):
         return Refusal("dtype", f"x is {x.dtype}, its logits are {logits_dtype}")
-    return _unroutable(len(weight), k, score, groups, group_score, dtype)
+    return _unroutable(len(weight), **choice)
 
 
 def _logits(
