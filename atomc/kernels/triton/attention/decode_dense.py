@@ -135,14 +135,7 @@ def _attend(
 
 
 def refuse_attention(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    *,
-    scale: float,
-    **_: object,
+    platform: Platform, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> Refusal | None:
     if reason := unfit(platform, q=q, k=k, v=v) or no_bf16_products(platform, q.dtype):
         return reason
@@ -183,14 +176,12 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    kv: Tensor | None = None,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
+    mask: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
-    causal: bool = True,
-    window: int = 0,
-    softcap: float = 0.0,
+    causal: bool,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     if not q.numel():
         return q.new_empty(q.shape)
