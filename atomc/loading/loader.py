@@ -41,12 +41,7 @@ from atomc.parallel.sharding import Sharding
 from atomc.parallel.stages import OwnNames
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
-from atomc.quantization.config import (
-    QuantizationConfig,
-    Request,
-    decide,
-    unquantized_config,
-)
+from atomc.quantization.config import QuantizationConfig, Request, decide, unquantized_config
 from atomc.quantization.experts_spec import is_experts, spec_of
 from atomc.stock import adapter
 

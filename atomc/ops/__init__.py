@@ -5,12 +5,7 @@ registers an implementation.
 from atomc.ops.activation import gelu_and_mul, sigmoid_and_mul, silu_and_mul
 from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
-from atomc.ops.collective import (
-    all_gather,
-    all_reduce,
-    allreduce_add_rms_norm,
-    allreduce_rms_norm,
-)
+from atomc.ops.collective import all_gather, all_reduce, allreduce_add_rms_norm, allreduce_rms_norm
 from atomc.ops.collective_quant import allreduce_add_rms_norm_quant, allreduce_rms_norm_quant
 from atomc.ops.conv import causal_conv1d, causal_conv1d_update, conv_state
 from atomc.ops.conv_delta_rule import conv_gated_delta_rule_update
@@ -19,13 +14,7 @@ from atomc.ops.delta_rule import delta_state, gated_delta_rule, gated_delta_rule
 from atomc.ops.dispatch import combine_tokens, dispatch_tokens, moe_experts_ep
 from atomc.ops.expert_load import count_experts
 from atomc.ops.experts import moe_experts
-from atomc.ops.indexer import (
-    chosen_mask,
-    index_topk,
-    index_write,
-    indexer_state,
-    paged_index_topk,
-)
+from atomc.ops.indexer import chosen_mask, index_topk, index_write, indexer_state, paged_index_topk
 from atomc.ops.kv_b_weight import kv_b_keys, kv_b_weight
 from atomc.ops.linear import embedding, linear, linear_fp32
 from atomc.ops.lora import lora_linear

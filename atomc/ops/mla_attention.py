@@ -12,13 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomc.ops.attention import (
-    PagedSequences,
-    Sequence,
-    attention,
-    loaded_values,
-    sequences,
-)
+from atomc.ops.attention import PagedSequences, Sequence, attention, loaded_values, sequences
 from atomc.ops.indexer import chosen_key_mask, chosen_mask
 from atomc.ops.mla import mla_kv_write
 from atomc.ops.op import op

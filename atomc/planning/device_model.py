@@ -19,12 +19,7 @@ from atomc.parallel.sharding import Sharding
 from atomc.platform import Platform
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
-from atomc.quantization.config import (
-    QuantizationConfig,
-    Request,
-    decide,
-    unquantized_config,
-)
+from atomc.quantization.config import QuantizationConfig, Request, decide, unquantized_config
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import Fp8, Fp8Block, Scheme
 from atomc.runtime.execution.draft import draft_model_of

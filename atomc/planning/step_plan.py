@@ -23,13 +23,7 @@ from atomc.planning.communication import communication_of
 from atomc.planning.device_model import Model
 from atomc.planning.measure import KernelTimer, measure_peaks
 from atomc.planning.memory import memory_of
-from atomc.planning.plan_report import (
-    ExpertsRead,
-    Mixture,
-    PlanRow,
-    StepPlan,
-    Workload,
-)
+from atomc.planning.plan_report import ExpertsRead, Mixture, PlanRow, StepPlan, Workload
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
 from atomc.report.records import MoeLayer

@@ -10,11 +10,7 @@ from atomc.kernels.moe.dispatched import Dispatched
 from atomc.kernels.moe.experts import BatchedExperts, Spaces
 from atomc.kernels.moe.layer import RankExperts
 from atomc.kernels.moe.schemes import ExpertsScheme
-from atomc.ops.scaled_linear import (
-    scaled_linear_fp8,
-    scaled_linear_fp8_block,
-    scaled_linear_int8,
-)
+from atomc.ops.scaled_linear import scaled_linear_fp8, scaled_linear_fp8_block, scaled_linear_int8
 
 
 class NaiveBatched(BatchedExperts):

@@ -18,12 +18,7 @@ from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreada
 from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import sort_by_expert
 from atomc.kernels.triton.experts.experts_prefill import tile_for
-from atomc.kernels.triton.experts.grouped import (
-    Codes,
-    launch_pairs,
-    store_pairs,
-    weight_rows,
-)
+from atomc.kernels.triton.experts.grouped import Codes, launch_pairs, store_pairs, weight_rows
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.launch import let_next_start, tile_of, wait_for_last
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_4_BITS

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import (
-    first_refusal,
-    no_fp8_products,
-    strided,
-    unlike,
-    wrong_result,
-)
+from atomc.kernels.checks import first_refusal, no_fp8_products, strided, unlike, wrong_result
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
 from atomc.kernels.triton.experts.experts_prefill import sum_of_experts
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_8_BITS

@@ -15,17 +15,8 @@ from triton.language import constexpr
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import (
-    first_refusal,
-    odd_group,
-    strided,
-    unknown,
-)
-from atomc.kernels.triton.latent.mla import (
-    refuse_mla_rope_kv_write,
-    rotate_query,
-    write_latents,
-)
+from atomc.kernels.checks import first_refusal, odd_group, strided, unknown
+from atomc.kernels.triton.latent.mla import refuse_mla_rope_kv_write, rotate_query, write_latents
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
     Indexed,
@@ -38,12 +29,7 @@ from atomc.kernels.triton.launch.launch import (
     overlap,
     rows_of,
 )
-from atomc.kernels.triton.rows.kv_write import (
-    byte_view,
-    cache_of,
-    code_numbers,
-    codes_of,
-)
+from atomc.kernels.triton.rows.kv_write import byte_view, cache_of, code_numbers, codes_of
 from atomc.kernels.triton.rows.quant import (
     amax_bits,
     amax_scale,
@@ -51,10 +37,7 @@ from atomc.kernels.triton.rows.quant import (
     fp8_codes,
     lacks_fp8_rounding,
 )
-from atomc.kernels.triton.rows.rope import (
-    head_parts,
-    tables_of,
-)
+from atomc.kernels.triton.rows.rope import head_parts, tables_of
 from atomc.kernels.triton.w4a16.mxfp4 import e2m1_rows, e2m1_values, e8m0_values
 from atomc.ops.formats import FP8, MX_ROUNDINGS
 from atomc.ops.mla import BMM_SCHEMES, empty_queries

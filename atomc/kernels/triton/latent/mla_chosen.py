@@ -18,11 +18,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import first_refusal, unlike
 from atomc.kernels.row_views import as_heads, as_rows, with_lead
-from atomc.kernels.triton.attention.combine_splits import (
-    combined,
-    empty_splits,
-    store_attended,
-)
+from atomc.kernels.triton.attention.combine_splits import combined, empty_splits, store_attended
 from atomc.kernels.triton.latent import mla_attention as dense
 from atomc.kernels.triton.latent.mla_attention import (
     LatentTiling,

@@ -16,11 +16,7 @@ from triton.language import constexpr
 
 from atomc.kernels.triton.attention.attention_tiles import multiprocessors
 from atomc.kernels.triton.attention.sequences import num_tiles_with_prefix, tokens_with_prefix
-from atomc.kernels.triton.latent.mla_attention import (
-    LatentTiling,
-    attend_keys,
-    launch_arguments,
-)
+from atomc.kernels.triton.latent.mla_attention import LatentTiling, attend_keys, launch_arguments
 from atomc.kernels.triton.launch.launch import dot_block, let_next_start, wait_for_last
 from atomc.kernels.triton.rows.kv_write import scale_of_numbers
 from atomc.ops.mla_attention import LatentOperands

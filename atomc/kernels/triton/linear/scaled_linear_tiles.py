@@ -18,10 +18,7 @@ from atomc.kernels.checks import first_refusal
 from atomc.kernels.triton.launch.launch import num_rows, tile_of
 from atomc.kernels.triton.launch.tiles import SCALED_LINEAR_BLOCK_TILES, SCALED_LINEAR_TILES
 from atomc.kernels.triton.linear.linear import store_product
-from atomc.kernels.triton.linear.scaled_linear import (
-    refuse_scaled_linear,
-    row_arguments,
-)
+from atomc.kernels.triton.linear.scaled_linear import refuse_scaled_linear, row_arguments
 from atomc.ops.op import Refusal
 from atomc.ops.scaled_linear import ScaledOperands
 

@@ -30,9 +30,7 @@ from atomc.kernels.triton.recurrent.delta_gates import (
     rate_of,
     refuse_delta_gates,
 )
-from atomc.kernels.triton.recurrent.delta_rule import (
-    gated_delta_rule_update,
-)
+from atomc.kernels.triton.recurrent.delta_rule import gated_delta_rule_update
 from atomc.ops.conv_delta_rule import split_channels
 from atomc.ops.op import Shared
 

@@ -19,14 +19,7 @@ from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import first_refusal, gapped, named, no_bf16_products, too_wide, unlike
-from atomc.kernels.triton.launch.launch import (
-    begin,
-    dot_size,
-    indexed,
-    item,
-    overlap,
-    unfit,
-)
+from atomc.kernels.triton.launch.launch import begin, dot_size, indexed, item, overlap, unfit
 from atomc.kernels.triton.rows.activation import softplus
 from atomc.ops.formats import FLOATS
 

@@ -25,13 +25,7 @@ from atomc.kernels.triton.launch.launch import (
     rows_of,
 )
 from atomc.kernels.triton.launch.tiles import NORM
-from atomc.kernels.triton.rows.norm import (
-    normed,
-    normed_dtype,
-    refuse_rms_norm,
-    row_sum,
-    tile_for,
-)
+from atomc.kernels.triton.rows.norm import normed, normed_dtype, refuse_rms_norm, row_sum, tile_for
 from atomc.kernels.triton.rows.quant import Coding, Quantized, store_quantized, unquantizable
 from atomc.ops.norm_quant import QuantizedNorm
 from atomc.ops.schemes import SchemeArguments

@@ -6,11 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from atomc.kernels.triton.w4a16.fragment_products import (
-    fragment_weight,
-    number_types,
-    part_values,
-)
+from atomc.kernels.triton.w4a16.fragment_products import fragment_weight, number_types, part_values
 from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, strip_offset
 
 

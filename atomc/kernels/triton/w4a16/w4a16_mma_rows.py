@@ -10,19 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from atomc.kernels.triton.launch.launch import (
-    let_next_start,
-    num_rows,
-    overlap,
-    wait_for_last,
-)
+from atomc.kernels.triton.launch.launch import let_next_start, num_rows, overlap, wait_for_last
 from atomc.kernels.triton.launch.tile_table import StripTile
 from atomc.kernels.triton.launch.tiles import LINEAR_4_BITS
-from atomc.kernels.triton.w4a16.fragment_products import (
-    add_part,
-    fragment_weight,
-    number_types,
-)
+from atomc.kernels.triton.w4a16.fragment_products import add_part, fragment_weight, number_types
 from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, strip_offset
 
 
