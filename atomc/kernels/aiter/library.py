@@ -185,7 +185,7 @@ def gapped(**tensors: Tensor | None) -> Refusal | None:
     for name, tensor in tensors.items():
         if reason := scattered(**{name: tensor}):
             return reason
-        if tensor is None or tensor.dim() < 2 or known_equal(tensor.shape[-2], 1):
+        if tensor is None or all(known_equal(size, 1) for size in tensor.shape[:-1]):
             continue
         if not known_equal(tensor.stride(-2), tensor.shape[-1]):
             return Refusal(

@@ -14,7 +14,7 @@ from atomc.kernels.aiter.attention.unified_attention import (
     unattended_shuffled,
 )
 from atomc.kernels.aiter.library import Function, installed
-from atomc.kernels.checks import first_refusal, named, unsupported
+from atomc.kernels.checks import first_refusal, named, strided, unsupported
 from atomc.kernels.row_views import as_heads
 from atomc.ops.op import Refusal
 
@@ -47,6 +47,7 @@ def _unwritten(q: Tensor, k_cache: Tensor, scale: float) -> Refusal | None:
         _unwritten,
         named("sinks window softcap", unsupported, "AITER's assembly"),
         unattended_shuffled,
+        named("block_tables", strided),
     ),
 )
 def paged_attention(

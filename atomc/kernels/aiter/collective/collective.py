@@ -57,7 +57,7 @@ def all_reduce(x: Tensor) -> Tensor:
 refuse_allreduce_add_rms_norm = first_refusal(
     installed(get_tp_group, tensor_model_parallel_fused_allreduce_rmsnorm),
     named("x residual weight", unlike, HALVES),
-    named("x residual", scattered),
+    named("x residual weight", scattered),
     _foreign,
 )
 

@@ -38,7 +38,7 @@ def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None
     """Why these are not rows of 16 bits that AITER's kernels have registers for."""
     return (
         unlike(HALVES, x=x, residual=residual, **parameters)
-        or scattered(x=x, residual=residual)
+        or scattered(x=x, residual=residual, **parameters)
         or too_wide(x.shape[-1], MAX_COLUMNS)
         or wrong_rank((x.dim(),), residual=residual)
     )

@@ -56,7 +56,7 @@ def _refuse(
     if reason := (
         unfit(platform, rmsnorm_quant if residual is None else add_rmsnorm_quant)
         or unlike(HALVES, x=x, residual=residual, weight=weight)
-        or scattered(x=x, residual=residual)
+        or scattered(x=x, residual=residual, weight=weight)
         or too_wide(x.shape[-1], MAX_COLUMNS)
         or uneven(x.shape[-1], STORED_CODES)
     ):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stand_ins import stands_for
+from stand_ins.memory import contiguous_view
 
 PROCESSES: ContextVar[int] = ContextVar("PROCESSES", default=1)
 
@@ -54,5 +55,5 @@ def tensor_model_parallel_fused_allreduce_rmsnorm(
         raise RuntimeError("the fused kernel reads rows one behind the other")
     total = PROCESSES.get() * input_.float() + residual_inp_.float()
     rms = torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
-    weight = weight_.float() + 1.0 if gemma_norm else weight_.float()
+    weight = contiguous_view(weight_, width).float() + (1.0 if gemma_norm else 0.0)
     return (total * rms * weight).to(input_.dtype), total.to(input_.dtype)
