@@ -2,12 +2,13 @@
 dtype, or an attribute of another case.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from aiter_cases import cases
+from aiter_cases import KERNELS, cases
 from kernel_cases.draw import Draw
 from torch import Tensor
 
@@ -23,8 +24,9 @@ OTHERS = {
     torch.bfloat16: (torch.float16, torch.float32),
     torch.float8_e4m3fn: (torch.float8_e4m3fnuz, torch.bfloat16),
 }
+OF_CACHES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 # They count what other arguments have.
-COUNTS = ("k",)
+COUNTS = ("k", "nope")
 # Of a step: the runtime makes them, contiguous.
 VECTORS = ("query_start", "seq_lens")
 # Columns between what is moved apart.
@@ -52,7 +54,7 @@ def changes(x: Tensor) -> Iterator[tuple[str, Change]]:
     for dim in range(-x.dim(), 0):
         yield f"spread in dimension {dim}", partial(placed, dim=dim, step=2)
         yield f"with {GAP} more in dimension {dim}", partial(placed, dim=dim, more=GAP)
-        yield f"with 1 more in dimension {dim}", partial(placed, dim=dim, more=1)
+    yield "with 1 more in the last dimension", partial(placed, dim=-1, more=1)
     for dim in range(1 - x.dim(), 0):
         yield f"with dimensions {dim - 1} and {dim} exchanged", partial(swapped, dim=dim)
     for dtype in OTHERS.get(x.dtype, ()):
@@ -75,7 +77,7 @@ def relaid(parts: list[Tensor], columns: int, starts: list[int], together: bool)
     """
     stride = row_stride(parts[0])
     rows = parts[0].untyped_storage().nbytes() // parts[0].element_size() // stride
-    memory, made = parts[0].new_zeros(rows * columns), []
+    memory, made = parts[0].new_zeros((rows + 1) * columns), []
     for part, start in zip(parts, starts, strict=True):
         strides = [s // stride * columns if s >= stride else s for s in part.stride()]
         place = part.storage_offset() // stride * columns + start
@@ -107,27 +109,41 @@ def drawn(kernel: Kernel, make: Callable[[Draw], Arguments]) -> Arguments:
     return make(Draw(torch.bfloat16, layout=kernel.layout or "paged"))
 
 
-def smallest_cases(kernel: Kernel, platform: Platform, *further: str) -> dict[str, Make]:
+def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
+    return {key: x for key, x in arguments.items() if isinstance(x, Tensor)}
+
+
+@functools.cache
+def all_cases(name: str) -> dict[str, Make]:
+    """The cases of a kernel's op."""
+    kernel = KERNELS[name]
+    return {case: partial(drawn, kernel, make) for case, make in cases(kernel, "gfx950").items()}
+
+
+@functools.cache
+def smallest_cases(name: str, platform: Platform, *further: str) -> dict[str, Make]:
     """For each tensor, the smallest case with it that the kernel takes; and these further ones."""
-    makes = {name: partial(drawn, kernel, make) for name, make in cases(kernel, "gfx950").items()}
     smallest: dict[Any, tuple[int, str]] = {}
-    for name, make in makes.items():
+    experts = "experts" in name
+    for case, make in all_cases(name).items():
         arguments = make()
-        tensors = {key: x for key, x in arguments.items() if isinstance(x, Tensor)}
-        if not next(iter(tensors.values())).shape[0] or refusal(kernel, platform, arguments):
+        tensors = tensors_of(arguments)
+        if not next(iter(tensors.values())).shape[0] or refusal(KERNELS[name], platform, arguments):
             continue
         size = sum(x.numel() for x in tensors.values())
         kinds = {(key, len(parts)) for parts in shared_rows(arguments) for key in parts}
-        for kind in kinds | {(key, x.dtype) for key, x in tensors.items()}:
-            smallest[kind] = min(smallest.get(kind, (size, name)), (size, name))
-    return {name: makes[name] for name in sorted({*(n for _, n in smallest.values()), *further})}
+        # Stand-ins for experts take long: one case has each of their tensors.
+        for kind in kinds | {(key, None if experts else x.dtype) for key, x in tensors.items()}:
+            smallest[kind] = min(smallest.get(kind, (size, case)), (size, case))
+    names = sorted({*(case for _, case in smallest.values()), *further})
+    return {case: all_cases(name)[case] for case in names}
 
 
 def shared_rows(arguments: Arguments) -> list[list[str]]:
     """The names of tensors that are parts of the same rows."""
     names: dict[int, list[str]] = {}
-    for key, x in arguments.items():
-        if isinstance(x, Tensor) and x.numel():
+    for key, x in tensors_of(arguments).items():
+        if x.numel():
             names.setdefault(x.untyped_storage().data_ptr(), []).append(key)
     ordered = (
         sorted(keys, key=lambda key: arguments[key].storage_offset()) for keys in names.values()
@@ -135,34 +151,49 @@ def shared_rows(arguments: Arguments) -> list[list[str]]:
     return [keys for keys in ordered if len(keys) > 1]
 
 
-def changed_calls(kernel: Kernel, platform: Platform, *further: str) -> Iterator[tuple[str, Make]]:
-    """A text and the arguments, of each call with a change."""
-    values: dict[str, dict[str, Any]] = {}
-    for make in cases(kernel, "gfx950").values():
-        for key, value in drawn(kernel, make).items():
-            if not isinstance(value, Tensor) and key not in COUNTS:
-                values.setdefault(key, {})[str(value)] = value
-    for case, make in smallest_cases(kernel, platform, *further).items():
+def changed_calls(
+    name: str, key: str, platform: Platform, *further: str
+) -> Iterator[tuple[str, Make]]:
+    """A text and the arguments of each call with a change of this argument, by itself or with those
+    of the same dtype, or of the same rows.
+    """
+    values, tensors = {}, {}
+    for make in all_cases(name).values():
         arguments = make()
-        for key, value in arguments.items():
-            if not isinstance(value, Tensor):
-                for other in values.get(key, {}).values():
-                    yield f"{case}: {key}={other}", partial(with_value, make, key, other)
-            elif key not in VECTORS:
-                for change, function in changes(value):
-                    yield f"{case}: {key} {change}", partial(with_change, make, key, function)
+        if isinstance(value := arguments.get(key), Tensor):
+            tensors.setdefault((value.dtype, value.shape), value)
+        elif key in arguments and key not in COUNTS:
+            values[str(value)] = value
+    for case, make in smallest_cases(name, platform, *further).items():
+        arguments = make()
+        value = arguments.get(key)
+        if not isinstance(value, Tensor):
+            for other in [*values.values(), *tensors.values()]:
+                yield f"{case}: {key}={other}", partial(with_value, make, {key: other})
+            continue
+        if key in VECTORS:
+            continue
+        for change, function in changes(value):
+            yield f"{case}: {key} {change}", partial(with_changes, make, [key], function)
+        alike = [k for k, x in tensors_of(arguments).items() if x.dtype == value.dtype]
+        caches = [k for k in alike if k.endswith("_cache")]
+        for keys, dtypes in ((alike, OTHERS.get(value.dtype, ())), (caches, OF_CACHES)):
+            for dtype in dtypes if keys[:1] == [key] else ():
+                change = partial(Tensor.to, dtype=dtype)
+                yield f"{case}: {keys} in {dtype}", partial(with_changes, make, keys, change)
         for keys in shared_rows(arguments):
-            for change, relay in row_changes([arguments[key] for key in keys]):
-                yield f"{case}: {keys} {change}", partial(with_rows, make, keys, relay)
+            if keys[0] == key:
+                for change, relay in row_changes([arguments[k] for k in keys]):
+                    yield f"{case}: {keys} {change}", partial(with_rows, make, keys, relay)
 
 
-def with_change(make: Make, key: str, change: Change) -> Arguments:
+def with_changes(make: Make, keys: list[str], change: Change) -> Arguments:
     arguments = make()
-    return arguments | {key: change(arguments[key])}
+    return arguments | {key: change(arguments[key]) for key in keys}
 
 
-def with_value(make: Make, key: str, value: Any) -> Arguments:
-    return make() | {key: value}
+def with_value(make: Make, values: Arguments) -> Arguments:
+    return make() | values
 
 
 def with_rows(make: Make, keys: list[str], relay: Any) -> Arguments:

@@ -61,7 +61,8 @@ def test_a_model_in_the_shuffled_layout_generates_the_tokens_of_a_paged_one() ->
         shuffled, layouts = generated(layout="shuffled")
         functions = {name.rpartition(".")[2] for name in called}
     assert layouts == {"shuffled"}
-    assert functions >= {"reshape_and_cache", "pa_fwd_asm", "unified_attention"}
+    written = "fused_qk_rope_reshape_and_cache"
+    assert functions >= {written, "pa_fwd_asm", "unified_attention"}
     assert (shuffled, {"paged"}) == generated(providers=("torch",))
 
 

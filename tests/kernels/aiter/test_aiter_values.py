@@ -1,4 +1,4 @@
-"""Our kernels over stand-ins for AITER's compiled functions compute what their ops mean."""
+"""Our kernels over stand-ins for AITER's functions compute what their ops mean."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
-from aiter_cases import ARCHS, COMPILED, KERNELS, cases
+from aiter_cases import ARCHS, KERNELS, cases
 from compare import compare
 from kernel_cases.draw import Draw
 
@@ -18,15 +18,6 @@ from atomc.kernels.aiter import library
 from atomc.ops.op import refusal
 from atomc.platform import Platform
 
-# In Triton, with stand-ins as well: compiled kernels hand steps to these, or weights are shuffled.
-HANDED = (
-    "latent_attention_triton.mla_absorbed_attention",
-    "linear_shuffled_split_cat.linear_split_cat",
-    "linear_shuffled_split_cat_mxfp4.linear_split_cat",
-    "paged_attention_triton.paged_attention",
-    "shuffled_attention_triton.paged_attention",
-)
-CHECKED = (*COMPILED, *HANDED)
 # Seconds each, and alike on both architectures but for the fp8 of a cache: per change they run as on
 # the newer one only.
 ALIKE = (
@@ -77,25 +68,24 @@ def outcomes(name: str, arch: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "arch"), [of_kernel(name, arch) for name in CHECKED for arch in ARCHS]
+    ("name", "arch"), [of_kernel(name, arch) for name in KERNELS for arch in ARCHS]
 )
 def test_a_kernel_computes_what_its_op_means(name: str, arch: str) -> None:
     failed = [f"{k}: {v}" for k, v in outcomes(name, arch).items() if v.startswith("failed")]
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("name", [of_kernel(name) for name in CHECKED])
+@pytest.mark.parametrize("name", [of_kernel(name) for name in KERNELS])
 def test_a_kernel_calls_aiter_in_several_cases(name: str) -> None:
     archs = ARCHS[-1:] if name in ALIKE else ARCHS
     results = [result for arch in archs for result in outcomes(name, arch).values()]
     assert results.count("passed") >= 4, sorted(set(results))
 
 
-def test_every_compiled_function_that_is_called_has_a_stand_in() -> None:
-    compiled = [f for f in library.FUNCTIONS if "triton" not in f.modules[0]]
+def test_every_function_that_is_called_has_a_stand_in() -> None:
     assert {
         repr(function)
-        for function in compiled
+        for function in library.FUNCTIONS
         if not any((module, function.name) in stand_ins.STAND_INS for module in function.modules)
     } == set()
 

@@ -135,6 +135,10 @@ def _other_scales(
             "argument",
             "under one scale for x, AITER takes one for the gated activation and for each expert",
         )
+    if x_scale.dim() > 1 and act_scale is not None:
+        return Refusal(
+            "argument", "under a scale for each token, AITER finds those of the gated activation"
+        )
     return None
 
 

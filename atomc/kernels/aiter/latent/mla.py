@@ -17,7 +17,14 @@ from atomc.kernels.aiter.latent.latent_rows import (
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rows.kv_write import coded
 from atomc.kernels.aiter.rows.rope import moving, not_by_token, partly_rotated
-from atomc.kernels.checks import odd_group, scattered_blocks, strided, unlike, wrong_rank
+from atomc.kernels.checks import (
+    odd_group,
+    scattered_blocks,
+    scattered_slots,
+    strided,
+    unlike,
+    wrong_rank,
+)
 from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
@@ -38,7 +45,9 @@ fused_fp4_bmm_rope_cat_and_cache_mla = Function(
 )
 
 
-def _unwritable(rows: LatentRows, kv_cache: Tensor, scale: Tensor | None) -> Refusal | None:
+def _unwritable(
+    rows: LatentRows, kv_cache: Tensor, slots: Tensor, scale: Tensor | None
+) -> Refusal | None:
     q_nope, q_pe, kv_c, k_pe, cos, sin, style = rows
     return (
         unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, cos=cos, sin=sin)
@@ -51,6 +60,7 @@ def _unwritable(rows: LatentRows, kv_cache: Tensor, scale: Tensor | None) -> Ref
         or not_by_token(q_pe, cos, sin)
         or scattered_blocks(kv_cache)
         or strided(kv_cache=kv_cache)
+        or scattered_slots(slots)
     )
 
 
@@ -64,12 +74,16 @@ def _odd_widths(latent: int, rotated: int) -> Refusal | None:
 
 
 def _refuse_mla_rope_kv_write(
-    platform: Platform, kv_cache: Tensor, scale: Tensor | None, **operands: Unpack[Operands]
+    platform: Platform,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None,
+    **operands: Unpack[Operands],
 ) -> Refusal | None:
     if reason := unfit(platform, fused_qk_rope_cat_and_cache_mla):
         return reason
     rows = latent_rows(**operands)
-    return _unwritable(rows, kv_cache, scale) or outside_of_latents(rows.q_nope, rows.kv_c)
+    return _unwritable(rows, kv_cache, slots, scale) or outside_of_latents(rows.q_nope, rows.kv_c)
 
 
 @ops.mla_rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse_mla_rope_kv_write)
@@ -110,6 +124,7 @@ def _refuse_bmm_rope_kv_write(
     platform: Platform,
     weight: Tensor,
     kv_cache: Tensor,
+    slots: Tensor,
     scale: Tensor | None,
     scheme: str,
     group: int,
@@ -129,7 +144,7 @@ def _refuse_bmm_rope_kv_write(
     if scheme == "fp8" and (reason := foreign_fp8(platform, weight.dtype, dtype)):
         return reason
     product = odd_group(group) if scheme == "fp8" else rounded_up(rounding) or no_mxfp4(platform)
-    return product or _unwritable(latent_rows(**operands), kv_cache, scale)
+    return product or _unwritable(latent_rows(**operands), kv_cache, slots, scale)
 
 
 @ops.bmm_rope_kv_write.kernel(

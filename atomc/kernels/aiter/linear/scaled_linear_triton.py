@@ -44,8 +44,10 @@ joins_splits = Function(
 AT_ONCE = 256
 
 
-def _unmultiplied(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Refusal | None:
-    return wrong_result(FLOATS, out_dtype) or scattered(x=x, weight=weight)
+def _unmultiplied(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Refusal | None:
+    return wrong_result(FLOATS, out_dtype) or scattered(x=x, weight=weight, bias=bias)
 
 
 def _other_scales(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:

@@ -38,7 +38,7 @@ def unreadable(
     """Why AITER's Triton norms cannot be had of these rows, or None."""
     if reason := (
         unlike(FLOATS, x=x, residual=residual)
-        or scattered(x=x, residual=residual)
+        or scattered(x=x, residual=residual, weight=weight)
         or too_wide(x.shape[-1], MAX_COLUMNS)
         or wrong_rank((x.dim(),), residual=residual)
     ):
@@ -99,6 +99,7 @@ def _refuse_layer_norm(
         unfit(platform, triton_layer_norm if residual is None else triton_layer_norm_with_add)
         or without_affine(weight, bias)
         or unreadable(x, residual)
+        or scattered(weight=weight, bias=bias)
     )
 
 

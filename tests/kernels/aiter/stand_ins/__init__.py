@@ -1,5 +1,5 @@
-"""Stand-ins for functions that AITER compiles for AMD GPUs: plain PyTorch with the documented
-semantics, in a package `aiter` that exists only inside `installed`.
+"""Stand-ins for functions of AITER, compiled ones and those in Triton: plain PyTorch with the
+documented semantics, in a package `aiter` that exists only inside `installed`.
 
 Each module of this package holds one family of functions. A stand-in has the name and the argument
 names of AITER's function, reads each argument in the documented order, layout and scale, writes the

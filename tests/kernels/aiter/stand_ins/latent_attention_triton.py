@@ -142,3 +142,37 @@ def decode_attention_fwd(
         slots = req_to_token[t, token // page_size].long() * page_size + token % page_size
         k, v = (x[slots].float() * f for x, f in zip((k_buffer, v_buffer), factors, strict=True))
         o[t] = attended(q[t : t + 1].float(), k, v, sm_scale, True, (-1, -1))[0].to(o.dtype)
+
+
+@stands_for(
+    "aiter.ops.triton.attention.unified_attention_sparse_mla",
+    "aiter.ops.triton.unified_attention_sparse_mla",
+)
+def unified_attention_sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    seqused_k: Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    topk_indices: Tensor,
+    block_table: Tensor,
+    kv_lora_rank: int,
+) -> None:
+    """Row t over the slots topk_indices[t] of the cache; a negative one is none. Programs have 16
+    heads, and columns by powers of two.
+    """
+    latent, rotated = kv_lora_rank, q.shape[-1] - kv_lora_rank
+    checked_in_triton(q, kv, latent, rotated, True, None)
+    check(kv.dtype == q.dtype, "both operands of a dot have one dtype")
+    heads = q.shape[1] // 16 * 16
+    keys = kv.flatten(0, 2)
+    for t in range(int(cu_seqlens_q[-1])):
+        slots = topk_indices[t][topk_indices[t] >= 0].long()
+        if len(slots):
+            seen = keys[slots].float().unsqueeze(1)
+            row = q[t : t + 1, :heads].float()
+            mixed = attended(row, seen, seen[..., :latent], softmax_scale, False, (-1, -1))
+            out[t, :heads] = mixed[0].to(out.dtype)

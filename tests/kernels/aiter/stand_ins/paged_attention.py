@@ -51,6 +51,7 @@ def unified_attention(
         raise NotImplementedError("arguments that no lowering gives")
     if k.dtype not in (q.dtype, FP8[ARCH.get()]):
         raise RuntimeError(f"a cache in {k.dtype}")
+    q = in_memory(q, tuple(q.shape), (q.stride(0), q.stride(1), 1))
     if shuffled_kv_cache:
         blocks, heads, _, block_size, _ = k.shape
         k = k.permute(0, 3, 1, 2, 4).reshape(blocks, block_size, heads, -1)

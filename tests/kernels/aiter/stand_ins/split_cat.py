@@ -96,3 +96,55 @@ def fused_gemm_afp4wfp4_preshuffle_split_cat(
         of_x = untiled(x_scale, len(x))
     left = scaled(e2m1_numbers(x), of_x)
     return joined(left @ scaled(weight, untiled(w_scale, len(weight))).T, y, S1, S2, dtype)
+
+
+@stands_for(f"{FUSED}fused_gemm_a8w8_blockscale_split_cat")
+def fused_gemm_a8w8_blockscale_split_cat(
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    S1: int,
+    S2: int,
+    dtype: torch.dtype = torch.bfloat16,
+    config: dict[str, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] as it is; the size of a block is the power of two above K over the number of
+    scales, and has to be 128.
+    """
+    check(x.dtype == w.dtype == native_fp8(), "codes of another machine")
+    k = x.shape[1]
+    assert k == w.shape[1], "Incompatible dimensions!!!"
+    block = 1 << (-(-k // w_scale.shape[1]) - 1).bit_length()
+    assert block == 128, "GROUP_K must equal BLOCK_SIZE_K"
+    left = x.float() * x_scale.repeat_interleave(128, 1)[:, :k]
+    squares = w_scale.repeat_interleave(128, 0)[: len(w)].repeat_interleave(128, 1)[:, :k]
+    return joined(left @ (w.float() * squares).T, y, S1, S2, dtype)
+
+
+@stands_for(f"{FUSED}fused_gemm_afp4wfp4_split_cat")
+def fused_gemm_afp4wfp4_split_cat(
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    S1: int,
+    S2: int,
+    dtype: torch.dtype = torch.bfloat16,
+    config: dict[str, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Bytes of e2m1 codes under e8m0 scales, as they are. Scales of 1024 inputs at a time are read,
+    or of a smaller power of two; what is behind the last row may be NaN.
+    """
+    assert ARCH.get() == "gfx950", "MXFP4 is not available on your device"
+    width = 2 * x.shape[1]
+    at_once = min(1024, 1 << (width - 1).bit_length())
+    left, right = (
+        (e2m1_numbers(codes).unflatten(1, (-1, 32)) * e8m0(scale)[..., None]).flatten(1)
+        for codes, scale in ((x, x_scale), (w, w_scale))
+    )
+    if width % at_once:
+        left[-1] = torch.nan
+    return joined(left @ right.T, y, S1, S2, dtype)
