@@ -9,7 +9,6 @@ from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.checks import (
     first_refusal,
     named,
-    strided,
     unaligned_heads,
     unlike,
     unsupported,
@@ -26,7 +25,7 @@ WIDEST = 256
 
 
 def _masked_otherwise(q: Tensor, k: Tensor, causal: bool, window: int) -> Refusal | None:
-    if (causal or window) and not known_equal(q.shape[-3], k.shape[-3]):
+    if causal and not known_equal(q.shape[-3], k.shape[-3]):
         return Refusal(
             "argument",
             "AITER aligns a causal mask with the last key, and there may be more or fewer keys "
@@ -53,7 +52,6 @@ def single_key(window: int) -> Refusal | None:
         named("q", wrong_rank, (3, 4)),
         _masked_otherwise,
         lambda q, v: unaligned_heads(q, v, WIDEST),
-        named("q k v", strided),
     ),
 )
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int) -> Tensor:

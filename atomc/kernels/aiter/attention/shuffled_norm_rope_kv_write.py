@@ -59,7 +59,7 @@ def _unfused(q: Tensor, k: Tensor, cos: Tensor, norm_style: str, rope_style: str
         moving,
         named("q k v", wrong_rank, (3,)),
         _unfused,
-        named("q k v q_weight k_weight", strided),
+        named("q_weight k_weight", strided),
         not_by_token,
         unwritable,
     ),

@@ -74,7 +74,7 @@ def unattended(
         return Refusal("argument", "AITER takes a scale for keys and for values, or none")
     if not known_equal(k_cache.shape[-1], v_cache.shape[-1]):
         return Refusal("shape", "keys and values differ in width")
-    return strided(q=q, k_cache=k_cache, v_cache=v_cache) or odd_blocks(k_cache)
+    return strided(q=q) or odd_blocks(k_cache)
 
 
 def _odd_width(q: Tensor) -> Refusal | None:
