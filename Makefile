@@ -66,8 +66,9 @@ test-libraries: $(VENV)/installed-test $(LIBRARIES)/installed ## the tests over 
 	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/zentorch $(BIN)/python -m pytest $(PARALLEL) tests/kernels/test_zentorch.py tests/kernels/linear/test_cpu_quant.py tests/kernels/test_kernels.py -k zentorch $(PYTEST_ARGS)
 	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/fla $(BIN)/python -m pytest $(PARALLEL) -m "" tests/kernels/recurrent/test_fla.py $(PYTEST_ARGS)
 
-test-mutations: $(VENV)/installed-test ## bugs by hand must each turn a test red, generated ones a share of each file (BUGS=word selects)
+test-mutations: $(VENV)/installed-test ## bugs by hand must each turn a test red, generated bugs and deleted refusals a share (BUGS=word selects)
 	$(BIN)/python tests/repo/mutations/run.py $(BUGS)
+	$(BIN)/python tests/repo/mutations/run_refusals.py $(BUGS)
 
 test-newest: .venv-newest/installed ## a third of the tests with the newest version of each library
 	$(TEST_ENV) .venv-newest/bin/python -m pytest $(PARALLEL) --third $(THIRD) $(PYTEST_ARGS)

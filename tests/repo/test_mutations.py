@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from _pytest.mark import KeywordMatcher
 from _pytest.mark.expression import Expression
-from mutations import ROOT, Bug, all_bugs, run
+from mutations import ROOT, Bug, all_bugs, refusals, run
 from mutations.generate import mutants, sample
 from mutations.targets import FLOORS, SURVIVORS, Target, targets
 
@@ -143,6 +143,83 @@ def test_mutants_of_a_line(line: str, changed: list[str]) -> None:
     text = f"@decorated(1)\ndef function(a: Literal[1]) -> Literal[2]:\n    {line}\n"
     applied = [mutant.applied_to(text) for mutant in mutants("file.py", text)]
     assert sorted(applied) == sorted(text.replace(line, new) for new in changed)
+
+
+@pytest.mark.parametrize(
+    ("lines", "changed"),
+    [
+        (
+            "if a or b: return Refusal(1)",
+            ["if None or b: return Refusal(1)", "if a or None: return Refusal(1)"],
+        ),
+        ("if a and b: return Refusal(1)", ["if None: return Refusal(1)"]),
+        (
+            "if not (a and b): return Refusal(1)",
+            ["if not (True and b): return Refusal(1)", "if not (a and True): return Refusal(1)"],
+        ),
+        ("if r := (f(a) or g(b)): return r", []),
+        (
+            "if reason := (f(a) or g(b)): return reason",
+            [
+                "if reason := (None or g(b)): return reason",
+                "if reason := (f(a) or None): return reason",
+            ],
+        ),
+        ("if a <= b <= c: return None", ["if (b <= c): return None", "if (a <= b): return None"]),
+        (
+            "if (a, b) == (c, d): return None",
+            ["if (b == d): return None", "if (a == c): return None"],
+        ),
+        ("if a: return None", []),
+        ("if a: return f(b)", ["if a: return None"]),
+        ("return Refusal(1)", ["pass"]),
+        ("return Refusal(1) if a else None", ["return Refusal(1) if None else None"]),
+        ("return None if a else Refusal(1)", ["return None if True else Refusal(1)"]),
+        ("return strided(q=q, k=k)", ["return None", "return strided(k=k)", "return strided(q=q)"]),
+        ("for x in (a, b): f(x)", ["for x in (b, ): f(x)", "for x in (a, ): f(x)"]),
+        ("return None", []),
+    ],
+)
+def test_parts_of_a_refusal_are_deleted_one_by_one(lines: str, changed: list[str]) -> None:
+    text = f"def refuse(a) -> Refusal | None:\n    {lines}\n"
+    parts = refusals.deletions("x.py", text)
+    applied = [part.mutant.applied_to(text) for part in parts]
+    assert sorted(applied) == sorted(text.replace(lines, new) for new in changed)
+    numbers = {watch: i for part in parts for i, watch in enumerate(sorted(part.watches))}
+    compile(refusals.watched(text, numbers), "x.py", "exec")
+
+
+def test_checks_and_names_of_a_chain_are_deleted_one_by_one() -> None:
+    text = 'refuses = first_refusal(f, named("q k", g, lambda a: a))\n'
+    applied = [part.mutant.applied_to(text) for part in refusals.deletions("x.py", text)]
+    assert applied == [
+        text.replace("(f,", "(lambda: None,"),
+        text.replace('named("q k", g, lambda a: a)', "lambda: None"),
+        text.replace("q k", "k"),
+        text.replace("q k", "q"),
+    ]
+
+
+def test_a_watched_text_says_what_refuses() -> None:
+    text = "def refuse(a, b) -> bool:\n    return a > 1 and not b\n"
+    parts = refusals.deletions("x.py", text)
+    watches = sorted({watch for part in parts for watch in part.watches})
+    numbers = {watch: i for i, watch in enumerate(watches)}
+    refused: list[tuple[int, bool]] = []
+
+    def note(number: int, value: bool) -> bool:
+        refused.append((number, value))
+        return value
+
+    names: dict[str, Any] = {refusals.IF: note, refusals.UNLESS: note}
+    exec(refusals.watched(text, numbers), names)
+    assert names["refuse"](2, False) and not names["refuse"](0, False)
+    assert refused == [(0, True), (1, False), (0, False)]
+
+
+def test_survivors_are_deletions_of_today() -> None:
+    labels = {str(part.mutant) for parts in refusals.all_deletions().values() for part in parts}
+    assert refusals.SURVIVORS.keys() <= labels
 
 
 SOURCE = """\

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-OTHERS = {"generate", "run", "targets"}
+OTHERS = {"generate", "refusals", "run", "run_refusals", "targets"}
 
 
 @dataclass(frozen=True)

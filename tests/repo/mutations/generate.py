@@ -79,7 +79,7 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
 
 def mutants(file: str, text: str, names: frozenset[str] = frozenset()) -> list[Mutant]:
     """All mutants of the named functions, or of all. Some may not be Python any more."""
-    generator = _Generator(file, text)
+    generator = Generator(file, text)
     tree = ast.parse(text)
     unknown = names - {name for name, _ in functions(tree)}
     if unknown:
@@ -114,7 +114,7 @@ def _compiles(text: str) -> bool:
     return True
 
 
-class _Generator:
+class Generator:
     """Texts of nodes, and what each may be replaced by."""
 
     def __init__(self, file: str, text: str) -> None:
@@ -126,13 +126,13 @@ class _Generator:
         parts = [*function.args.defaults, *function.args.kw_defaults, *function.body]
         for part in parts:
             for start, end, new in self._changes(part) if part else ():
-                yield Mutant(self.file, name, start, end, new, self._label(start, end, new))
+                yield Mutant(self.file, name, start, end, new, self.label(start, end, new))
 
     def _changes(self, node: ast.AST) -> Iterator[tuple[int, int, str]]:
         """Of a node and all below it: from where to where which text stands instead."""
         if isinstance(node, UNCHANGED) or _has_no_effect(node):
             return
-        start, end = self._span(node)
+        start, end = self.span(node)
         yield from ((start, end, new) for new in self._replacements(node))
         yield from self._other_operators(node)
         yield from self._without_keywords(node)
@@ -152,9 +152,9 @@ class _Generator:
             case ast.Constant(value=float(value)):
                 yield repr(2 * value or 1.0)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                yield f"({self._text(operand)})"
+                yield f"({self.text_of(operand)})"
             case ast.IfExp(test=test, body=body, orelse=orelse):
-                yield f"({self._text(orelse)}) if {self._text(test)} else ({self._text(body)})"
+                yield f"({self.text_of(orelse)}) if {self.text_of(test)} else ({self.text_of(body)})"
             case ast.Name(id=name) if name in OPPOSITES:
                 yield OPPOSITES[name]
             case ast.Call(args=[first, second, *_]) if not _starred(first, second):
@@ -177,9 +177,9 @@ class _Generator:
                 yield from self._between(target, value, COMPUTED.get(type(op)))
             case ast.If(test=test, body=body, orelse=orelse):
                 if not isinstance(test, (ast.Compare, ast.UnaryOp)):
-                    yield *self._span(test), f"not ({self._text(test)})"
+                    yield *self.span(test), f"not ({self.text_of(test)})"
                 if not orelse and isinstance(body[-1], LEAVES):
-                    yield *self._span(test), "False"
+                    yield *self.span(test), "False"
 
     def _without_keywords(self, node: ast.AST) -> Iterator[tuple[int, int, str]]:
         """A call without one of its keywords, which then has its default."""
@@ -187,30 +187,30 @@ class _Generator:
             before = [*node.args, *(word.value for word in node.keywords)]
             for previous, word in zip(before[len(node.args) - 1 :], node.keywords, strict=False):
                 if node.args and word.arg and word.arg not in WITHOUT_EFFECT:
-                    yield self._span(previous)[1], self._span(word)[1], ""
+                    yield self.span(previous)[1], self.span(word)[1], ""
 
     def _between(
         self, left: ast.AST, right: ast.AST, operators: tuple[str, str] | None
     ) -> Iterator[tuple[int, int, str]]:
         if operators:
             old, new = operators
-            start = self.text.find(old, self._span(left)[1], self._span(right)[0])
+            start = self.text.find(old, self.span(left)[1], self.span(right)[0])
             if start >= 0:
                 yield start, start + len(old), new
 
     def _exchanged(self, node: ast.AST, first: ast.AST, second: ast.AST) -> str:
-        start, end = self._span(node)
-        (a, b), (c, d) = self._span(first), self._span(second)
+        start, end = self.span(node)
+        (a, b), (c, d) = self.span(first), self.span(second)
         text = self.text
         return text[start:a] + text[c:d] + text[b:c] + text[a:b] + text[d:end]
 
-    def _label(self, start: int, end: int, new: str) -> str:
+    def label(self, start: int, end: int, new: str) -> str:
         first = self.text.rfind("\n", 0, start) + 1
         last = self.text.find("\n", end)
         lines = self.text[first:last], self.text[first:start] + new + self.text[end:last]
         return " -> ".join(" ".join(line.split()) for line in lines)
 
-    def _span(self, node: ast.AST) -> tuple[int, int]:
+    def span(self, node: ast.AST) -> tuple[int, int]:
         """Where the text of a node begins and ends. (Sources are ASCII: a column is a character.)"""
         if not isinstance(node, (ast.expr, ast.stmt, ast.keyword)):
             return 0, 0
@@ -220,8 +220,8 @@ class _Generator:
             self.starts[node.end_lineno - 1] + node.end_col_offset,
         )
 
-    def _text(self, node: ast.AST) -> str:
-        start, end = self._span(node)
+    def text_of(self, node: ast.AST) -> str:
+        start, end = self.span(node)
         return self.text[start:end]
 
 

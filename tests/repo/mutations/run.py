@@ -193,7 +193,7 @@ def _run(tests: str, limit: int, file: str = "", changed: str = "") -> tuple[int
             Path(file).write_text(text)
 
 
-def _tests(tree: Path, tests: str, limit: int) -> tuple[int, str]:
+def _tests(tree: Path, tests: str, limit: int, *plugins: object) -> tuple[int, str]:
     """The exit code of pytest in a copy of the tree, and the end of what it printed."""
     with tempfile.TemporaryFile("w+") as log:
         child = os.fork()
@@ -207,7 +207,7 @@ def _tests(tree: Path, tests: str, limit: int) -> tuple[int, str]:
             import pytest
 
             options = ["-q", "-x", "-p", "no:cacheprovider", "--grid-seed", "0", "--rotation", "1"]
-            code = pytest.main([*options, *shlex.split(tests)])
+            code = pytest.main([*options, *shlex.split(tests)], plugins)
             sys.stdout.flush()
             os._exit(int(code))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
