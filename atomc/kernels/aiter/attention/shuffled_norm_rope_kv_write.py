@@ -33,11 +33,11 @@ def _unfused(q: Tensor, k: Tensor, cos: Tensor, norm_style: str, rope_style: str
     if rope_style == "neox":
         return Refusal("argument", "AITER's kernel has one number of the tables for both of a pair")
     width, rotated = q.shape[-1], rotated_width(cos, rope_style)
-    if width not in WIDTHS or k.shape[1] > MOST_KEY_HEADS or rotated > width:
+    if width not in WIDTHS or k.shape[1] > MOST_KEY_HEADS:
         return Refusal(
             "shape",
-            f"{k.shape[1]} key heads of {width}, of which {rotated} rotate: AITER's kernel is "
-            f"written for heads of {WIDTHS}, up to {MOST_KEY_HEADS}",
+            f"{k.shape[1]} key heads of {width}: AITER's kernel is written for heads of {WIDTHS}, "
+            f"up to {MOST_KEY_HEADS}",
         )
     # The other of a pair is found by flipping bits of a lane's number.
     apart, rest = divmod(rotated // 2, width // LANES)

@@ -80,11 +80,9 @@ def _computed(
 ungated = named("b13 b2 interleaved limit", unsupported, "AITER's kernel")
 
 
-def unfilled(platform: Platform, w13: Tensor, w2: Tensor) -> Refusal | None:
+def unfilled(platform: Platform, w2: Tensor) -> Refusal | None:
     """Why these do not fill the tiles of CK's kernels for each number of tokens, or None."""
     hidden, inner = w2.shape[1:]
-    if w13.shape[1] != 2 * inner:
-        return Refusal("shape", "AITER's experts have a gate and an up of one width")
     columns = 64 if inner <= NARROW else 128
     if w2.dtype.itemsize == 1 and platform.arch == "gfx950":
         columns = 256

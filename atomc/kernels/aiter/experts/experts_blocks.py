@@ -38,9 +38,9 @@ def _unscaled(block: int) -> Refusal | None:
     return None if block else Refusal("argument", "this kernel takes scales by blocks")
 
 
-def _partial_blocks(w13: Tensor, w2: Tensor, block: int) -> Refusal | None:
+def _partial_blocks(w2: Tensor, block: int) -> Refusal | None:
     hidden, inner = w2.shape[1:]
-    if block != BLOCK or hidden % BLOCK or inner % BLOCK or w13.shape[1] != 2 * inner:
+    if block != BLOCK or hidden % BLOCK or inner % BLOCK:
         return Refusal(
             "shape",
             f"blocks of {block} in experts of {hidden} x {inner}: AITER takes whole blocks of "

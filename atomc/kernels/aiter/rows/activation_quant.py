@@ -20,7 +20,7 @@ from atomc.kernels.aiter.library import (
     unfit,
 )
 from atomc.kernels.aiter.rows.activation import apart
-from atomc.kernels.checks import odd_group, too_wide, uneven, unlike
+from atomc.kernels.checks import odd_group, too_wide, unlike
 from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
@@ -70,7 +70,7 @@ def _refuse(
     ):
         return reason
     if scheme == "mxfp4":
-        return rounded_up(rounding) or uneven(gate.shape[-1], 32)
+        return rounded_up(rounding)
     if scheme == "fp8_group" and (reason := refuse_column_major(column_major) or odd_group(group)):
         return reason
     return foreign_fp8(platform, dtype)

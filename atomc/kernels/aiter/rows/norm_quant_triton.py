@@ -13,7 +13,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, rounded_up, unfit
 from atomc.kernels.aiter.rows.norm_triton import unreadable
-from atomc.kernels.checks import odd_group, too_wide, uneven
+from atomc.kernels.checks import odd_group, too_wide
 from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.op import Refusal
 from atomc.ops.schemes import KeptScheme
@@ -64,7 +64,7 @@ def _refuse(
     ):
         return reason
     if scheme == "mxfp4":
-        return rounded_up(rounding) or uneven(x.shape[-1], 32)
+        return rounded_up(rounding)
     if scheme == "fp8_group" and (reason := odd_group(group)):
         return reason
     return foreign_fp8(platform, dtype)

@@ -12,7 +12,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.aiter.rows.kv_write import odd_blocks, odd_heads, scaled, unpaged
-from atomc.kernels.aiter.rows.rope import moving, not_by_token, rotated_width
+from atomc.kernels.aiter.rows.rope import moving, not_by_token
 from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
@@ -32,14 +32,11 @@ def _less_one(weight: Tensor) -> Prepared:
 
 
 def _share_rows(*parts: Tensor) -> bool:
-    """Whether these [T, heads, D] follow each other in the rows of one tensor."""
+    """Whether these [T, heads, D] of one dtype follow each other in the rows of one tensor."""
     first = parts[0]
     at = first.storage_offset()
     for part in parts:
-        if (
-            part.untyped_storage()._cdata != first.untyped_storage()._cdata
-            or part.dtype != first.dtype
-        ):
+        if part.untyped_storage()._cdata != first.untyped_storage()._cdata:
             return False
         if not known_equal(part.storage_offset(), at) or not known_equal(
             part.stride(0), first.stride(0)
@@ -68,15 +65,6 @@ def _separate(q: Tensor, k: Tensor, v: Tensor) -> Refusal | None:
     )
 
 
-def _wider_than_head(q: Tensor, cos: Tensor, rope_style: str) -> Refusal | None:
-    rotated, width = rotated_width(cos, rope_style), q.shape[-1]
-    return (
-        Refusal("shape", f"the tables rotate {rotated} columns, a head has {width}")
-        if rotated > width
-        else None
-    )
-
-
 def _unlike_weights(
     q: Tensor, q_weight: Tensor, k_weight: Tensor, norm_style: str
 ) -> Refusal | None:
@@ -96,7 +84,6 @@ def _unlike_weights(
         moving,
         odd_heads,
         _separate,
-        _wider_than_head,
         not_by_token,
         lambda k_cache: odd_blocks(k_cache),
         unpaged,

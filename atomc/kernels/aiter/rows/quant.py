@@ -105,7 +105,6 @@ def _other_rounding(rounding: str) -> Refusal | None:
 refuse_mxfp4 = first_refusal(
     installed(dynamic_per_group_scaled_quant_fp4),
     _rows_of_halves,
-    lambda x: uneven(x.shape[-1], 32),
     _other_rounding,
 )
 

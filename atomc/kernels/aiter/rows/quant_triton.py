@@ -15,7 +15,7 @@ from atomc.kernels.aiter.library import (
     rounded_up,
     scattered,
 )
-from atomc.kernels.checks import first_refusal, named, too_wide, uneven, unlike
+from atomc.kernels.checks import first_refusal, named, too_wide, unlike
 from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
@@ -68,7 +68,6 @@ def quant_fp8_group(
     refuses=first_refusal(
         installed(dynamic_mxfp4_quant),
         _unreadable,
-        lambda x: uneven(x.shape[-1], 32),
         rounded_up,
     ),
 )
