@@ -44,6 +44,8 @@ def attended(
     sinks  [N], the logit of a key of each head that has no value
     """
     left, right, *of_beginning = window
+    if causal and left == 0:
+        raise RuntimeError("a window of one key is taken for none, and its kernel refuses it")
     if any(of_beginning):
         raise NotImplementedError("a window that keeps the beginning")
     if causal:

@@ -42,6 +42,7 @@ def indexer_k_quant_and_cache(
     tokens, width = k.shape
     check(width % quant_block_size == 0, "head_dim must be divisible by quant_block_size")
     check(slot_mapping.dtype == torch.int64, "slot_mapping is read as int64")
+    check(k.dtype in (torch.float32, torch.bfloat16, torch.float16), f"no kernel for {k.dtype}")
     check(kv_cache.element_size() == 1, "the cache is bytes")
     if preshuffle or scale_fmt == "ue8m0" or width != quant_block_size:
         raise NotImplementedError("arguments that no lowering gives")

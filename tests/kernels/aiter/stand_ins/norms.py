@@ -35,7 +35,8 @@ def _rms(total: Tensor, weight: Tensor, epsilon: float, gemma_norm: bool) -> Ten
 
 
 def _sum(x: Tensor, residual_in: Tensor, residual_out: Tensor) -> Tensor:
-    total = row_view(x).float() + row_view(residual_in).float()
+    size = row_view(x).shape
+    total = row_view(x).float() + residual_in.as_strided(size, (residual_in.stride(0), 1)).float()
     row_view(residual_out).copy_(total)
     spill(row_view(residual_out))
     return total

@@ -52,6 +52,10 @@ def unified_attention(
     if k.dtype not in (q.dtype, FP8[ARCH.get()]):
         raise RuntimeError(f"a cache in {k.dtype}")
     q = in_memory(q, tuple(q.shape), (q.stride(0), q.stride(1), 1))
+    block_size = k.shape[3] if shuffled_kv_cache else k.shape[1]
+    for tile in (block_size, q.shape[2] if shuffled_kv_cache else 1):
+        if tile & (tile - 1):
+            raise RuntimeError("arange's range must be a power of 2")
     if shuffled_kv_cache:
         blocks, heads, _, block_size, _ = k.shape
         k = k.permute(0, 3, 1, 2, 4).reshape(blocks, block_size, heads, -1)

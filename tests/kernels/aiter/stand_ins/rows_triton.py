@@ -51,6 +51,7 @@ def fused_add_rmsnorm_pad(
 ) -> tuple[Tensor, Tensor] | Tensor:
     """The norm of the sum, with zeros behind up to the multiple, and the sum."""
     rows, width = x.shape
+    check(res is None or res.shape == x.shape, "Shape error!")
     total = x.float() if res is None else x.float() + res.float()
     most = -(-width // x_pad_to_multiple) * x_pad_to_multiple if x_pad_to_multiple else width
     out = x.new_zeros(rows, most)

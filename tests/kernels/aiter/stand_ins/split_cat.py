@@ -81,6 +81,8 @@ def fused_gemm_afp4wfp4_preshuffle_split_cat(
     assert ARCH.get() == "gfx950", "MXFP4 is not available on your device"
     weight = e2m1_numbers(rows_of(w, x))
     groups = weight.shape[1] // 32
+    at_once = min(1024, 1 << (weight.shape[1] - 1).bit_length())
+    check(weight.shape[1] % at_once == 0, "it reads scales behind the last row")
 
     def scaled(numbers: Tensor, scales: Tensor) -> Tensor:
         return (numbers.unflatten(1, (-1, 32)) * scales[..., None]).flatten(1)
