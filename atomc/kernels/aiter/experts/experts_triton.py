@@ -14,7 +14,7 @@ from atomc.kernels.aiter.library import Function, gapped, installed, scattered
 from atomc.kernels.checks import first_refusal, named, unlike, unsupported
 from atomc.ops.experts import Gate, gated
 from atomc.ops.formats import FLOATS
-from atomc.ops.op import Prepared, Refusal
+from atomc.ops.op import Prepared
 
 moe_align_block_size_triton = Function(
     "moe_align_block_size_triton", "aiter.ops.triton.moe.moe_align_block_size"
@@ -126,16 +126,9 @@ def _pairs(zeros: Tensor) -> Prepared:
     return Prepared((even + 16 * odd,))
 
 
-def _odd_outputs(w13: Tensor, w2: Tensor) -> Refusal | None:
-    if w13.shape[1] % 2 or w2.shape[1] % 2:
-        return Refusal("shape", "AITER's kernel takes the zeros of two outputs at a time")
-    return None
-
-
 @ops.moe_experts_w4a16.kernel(
     "aiter",
     refuses=first_refusal(
-        _odd_outputs,
         installed(moe_align_block_size_triton, fused_moe),
         named("x", unlike, FLOATS),
         named("b13 b2", unsupported, "AITER's kernel"),
