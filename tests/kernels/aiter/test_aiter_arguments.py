@@ -32,7 +32,8 @@ def arguments_of_kernels() -> Iterator[Any]:
             yield pytest.param(name, key, id=f"{name}-{key}", marks=pytest.mark.xdist_group(name))
 
 
-@pytest.mark.parametrize(("name", "key"), arguments_of_kernels())
+@pytest.mark.rotating(each_case=5)
+@pytest.mark.parametrize(("name", "key"), [*arguments_of_kernels()])
 def test_a_call_is_refused_or_computed_as_its_op_means(name: str, key: str) -> None:
     kernel, failed = KERNELS[name], []
     with stand_ins.installed("gfx950"):

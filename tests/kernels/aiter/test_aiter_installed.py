@@ -53,10 +53,10 @@ def called(value: Any, seen: set[int]) -> Iterator[Function]:
         function = inspect.unwrap(value)
         if function.__module__.startswith("atomc.kernels.aiter"):
             names = set(code_names(function.__code__))
-            for name in names & function.__globals__.keys():
+            for name in sorted(names & function.__globals__.keys()):
                 item = function.__globals__[name]
                 if isinstance(item, types.ModuleType):
-                    for attribute in names & vars(item).keys():
+                    for attribute in sorted(names & vars(item).keys()):
                         yield from called(vars(item)[attribute], seen)
                 else:
                     yield from called(item, seen)
