@@ -1,13 +1,12 @@
 """The modular kernel of mixtures of experts (docs/moe.md): which parts can be combined, and one
 combination checked against the reference of its op and timed.
 
-    python -m bench.moe_combinations                     # the table of all pairs, with reasons
-    python -m bench.moe_combinations --prepare no_ep --experts grouped --tokens 256
-    python -m bench.moe_combinations --prepare no_ep --experts grouped --profile trace.json
-    torchrun --nproc-per-node 2 -m bench.moe_combinations --prepare all_to_all --experts grouped
+    python bench/moe_combinations.py                     # the table of all pairs, with reasons
+    python bench/moe_combinations.py --prepare no_ep --experts grouped --tokens 256
+    python bench/moe_combinations.py --prepare no_ep --experts grouped --profile trace.json
 
-Under torchrun each rank has --tokens tokens and an equal part of the experts; otherwise one process
-has all. error: the root mean square of the difference, relative to that of the reference. A time is
+Under torchrun (--prepare all_to_all) each rank has --tokens tokens and an equal part of the experts;
+otherwise one process has all. error: the root mean square of the difference, relative to that of the reference. A time is
 the median of --repeat calls, from the start to the end of one. The exit code is 1 if the pair is
 illegal or its results are wrong.
 """
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from moe_parts import EXPERTS, PREPARE, REFUSED, names, why_not
 from torch import Tensor, distributed
 
 from atomc.kernels.moe import (
@@ -33,7 +33,6 @@ from atomc.kernels.moe import (
     ModularExperts,
     PrepareFinalize,
 )
-from atomc.kernels.moe.combinations.parts import EXPERTS, PREPARE, REFUSED, names, why_not
 from atomc.kernels.moe.combinations.reference import experts_reference
 from atomc.platform import Platform
 
@@ -208,7 +207,6 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, object]
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m bench.moe_combinations",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -253,7 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
         found = measure(args, device)
     except ValueError as error:
         sys.exit(str(error))
-    command = " ".join(["python -m bench.moe_combinations", *(arguments or sys.argv[1:])])
+    command = " ".join(["python bench/moe_combinations.py", *(arguments or sys.argv[1:])])
     about = {"command": command, "device": Platform.detect(device.type).name}
     about["torch"] = torch.__version__
     if found["rank"] == 0:

@@ -39,7 +39,6 @@ Data = TypeVar("Data")
 
 _MAGIC = b"atomc-cache 1"
 _ENTRY = re.compile(r"[0-9a-f]{64}\.atomc")
-_UNFINISHED = re.compile(r"unfinished-.*\.tmp")
 # One line per graph of recent processes; the file is truncated at this many bytes.
 _STARTS, _MAX_STARTS_BYTES = "starts.jsonl", 2**16
 # The writer of an unfinished file of this age, in seconds, has died.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import mori_stand_in
 import torch
+from bench_script import loaded
 from kernel_cases import experts
 from kernel_cases.draw import Draw
 from torch import Tensor, distributed
@@ -26,8 +27,8 @@ from atomc.kernels.moe import (
     Naive,
     PrepareFinalize,
 )
-from atomc.kernels.moe.combinations.parts import EXPERTS
 
+EXPERTS = loaded("moe_parts").EXPERTS
 RANKS = 2
 OP = "the op"
 MOST_TOKENS = 9

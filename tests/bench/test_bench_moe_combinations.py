@@ -1,4 +1,4 @@
-"""`python -m bench.moe_combinations`: the table of pairs, and one pair checked and timed."""
+"""`python bench/moe_combinations.py`: the table of pairs, and one pair checked and timed."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,9 @@ import torch
 from bench_script import loaded
 
 from atomc.kernels.moe import SCHEMES
-from atomc.kernels.moe.combinations.parts import EXPERTS, PREPARE, REFUSED
 
+PARTS = loaded("moe_parts")
+EXPERTS, PREPARE, REFUSED = PARTS.EXPERTS, PARTS.PREPARE, PARTS.REFUSED
 SMALL = [
     "--tokens",
     "3",

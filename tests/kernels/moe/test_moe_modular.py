@@ -17,6 +17,7 @@ import flashinfer_stand_in
 import mori_stand_in
 import pytest
 import torch
+from bench_script import loaded
 from kernel_cases import experts as cases
 from kernel_cases.draw import Draw
 from kernel_cases.rows import one_process_group
@@ -49,11 +50,13 @@ from atomc.kernels.moe import (
     weight_and_reduce,
 )
 from atomc.kernels.moe.combinations.batching import slots_of
-from atomc.kernels.moe.combinations.parts import EXPERTS, PREPARE, REFUSED, names, why_not
 from atomc.kernels.moe.combinations.reference import experts_reference
 from atomc.kernels.moe.experts import Spaces
 from atomc.ops.experts import moe_experts
 
+PARTS = loaded("moe_parts")
+EXPERTS, PREPARE, REFUSED = PARTS.EXPERTS, PARTS.PREPARE, PARTS.REFUSED
+names, why_not = PARTS.names, PARTS.why_not
 PAGE = Path(__file__).parents[3] / "docs/moe.md"
 START, END = "<!-- parts: start -->\n", "<!-- parts: end -->\n"
 STANDARD, BATCHED = ActivationFormat.STANDARD, ActivationFormat.BATCHED
