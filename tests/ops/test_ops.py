@@ -437,9 +437,8 @@ def test_the_joined_writes_are_their_parts(norm: bool) -> None:
         if norm:
             q_part = ops.rms_norm(q_part, parts["q_weight"], parts["eps"], parts["norm_style"])
             k_part = ops.rms_norm(k_part, parts["k_weight"], parts["eps"], parts["norm_style"])
-        q_part, k_part = (
-            ops.rope(x, parts["cos"], parts["sin"], parts["rope_style"]) for x in (q_part, k_part)
-        )
+        how = parts["cos"], parts["sin"], parts["rope_style"], parts.get("in_fp32", False)
+        q_part, k_part = (ops.rope(x, *how) for x in (q_part, k_part))
         scales = {scale: parts[scale] for scale in ("k_scale", "v_scale") if scale in parts}
         ops.kv_write(
             k_part, parts["v"], parts["k_cache"], parts["v_cache"], parts["slots"], **scales

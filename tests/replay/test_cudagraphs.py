@@ -113,7 +113,7 @@ def compiled_for(shape, group, kv_heads, width, block_size=16):
     )
     joined = triton.next_power_of_2(cut.splits) if cut.splits > 1 else 0
     linears = {
-        LINEAR.choose(CPU, rows, n, 1024)
+        LINEAR.choose(CPU, rows, n, 1024, 1024)
         for rows in (shape.rows, shape.wanted)
         if rows <= MAX_ROWS
         for n in (1024, 4096)
