@@ -10,8 +10,11 @@ from datetime import timedelta
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import ProcessGroup
 
 from atomc.errors import first_line
+from atomc.kernels.aiter.collective import groups as aiter_groups
+from atomc.options import Options
 from atomc.parallel.process_group import PipelineStage, Place, TensorParallel
 from atomc.runtime.config import EngineConfig
 from atomc.torch_compat import peer_memory
@@ -88,17 +91,34 @@ def join(store: Store, rank: int, device: torch.device, config: EngineConfig) ->
     stage = None if pp == 1 else PipelineStage(index, tuple(range(part, pp * tp, tp)))
     if tp == 1:
         return Place(stage=stage)
-    # All ranks create the group of each stage.
+    group = _stage_group(config, device)
+    peer_memory.share(group, device)
+    return Place(TensorParallel.of(group), stage)
+
+
+def _stage_group(config: EngineConfig, device: torch.device) -> ProcessGroup:
+    """The group of this rank's stage: AITER's where it is installed and wanted, so that sums can be
+    its. All ranks call this, since they create the groups of all stages.
+    """
+    tp, pp = config.tp, config.pp
+    if _on_rocm() and "aiter" in (Options.of(config.options).providers or ("aiter",)):
+        of_aiter = aiter_groups.stage_group(tp, pp, device.index or 0)
+        if of_aiter is not None:
+            return of_aiter
     groups = [distributed.group.WORLD]
     if pp > 1:
         groups = [
             distributed.new_group(list(range(first, first + tp)), timeout=TIMEOUT)
             for first in range(0, pp * tp, tp)
         ]
-    group = groups[index]
+    group = groups[distributed.get_rank() // tp]
     assert group is not None
-    peer_memory.share(group, device)
-    return Place(TensorParallel.of(group), stage)
+    return group
+
+
+def _on_rocm() -> bool:
+    """Whether the ranks are GPUs of AMD, whose NCCL is RCCL."""
+    return torch.version.hip is not None and distributed.get_backend() == "nccl"
 
 
 def abort_collectives() -> list[threading.Thread]:
@@ -114,6 +134,7 @@ def abort_collectives() -> list[threading.Thread]:
     threads = [
         threading.Thread(target=group.abort, name="abort", daemon=True)
         for group in distributed.distributed_c10d._world.pg_names
+        if distributed.get_backend(group) == "nccl"  # AITER has one of gloo beside each
     ]
     for thread in threads:
         thread.start()
@@ -136,4 +157,7 @@ def leave() -> None:
         )
         return
     peer_memory.forget()
-    distributed.destroy_process_group()
+    if _on_rocm():
+        aiter_groups.leave()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

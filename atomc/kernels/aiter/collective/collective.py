@@ -1,20 +1,20 @@
 """Sums over processes, alone and with the norm that follows, by AITER's kernels over the links
 between GPUs.
 
-AITER has one group of its own, made by its init_dist_env; only sums over the same processes can be
-its.
+AITER has one group of its own, which the runtime makes (groups.py) or a user's init_dist_env; only
+sums over that group can be its.
 """
 
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.aiter.collective.groups import get_tp_group
 from atomc.kernels.aiter.library import Function, installed, scattered
 from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-get_tp_group = Function("get_tp_group", "aiter.dist.parallel_state")
 tensor_model_parallel_all_reduce = Function(
     "tensor_model_parallel_all_reduce", "aiter.dist.communication_op"
 )

@@ -1,0 +1,60 @@
+"""AITER's groups of processes, over the default group of torch.distributed.
+
+AITER sums over a group of its own, which it makes with a name of its own: a sum can be AITER's if
+the ranks are in that group. Its layout is atomc's: the ranks of a stage are neighbours.
+"""
+
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from atomc.kernels.aiter.library import Function
+
+_STATE = "aiter.dist.parallel_state"
+get_tp_group = Function("get_tp_group", _STATE)
+init_distributed_environment = Function(
+    "init_distributed_environment", _STATE, takes=["rank", "local_rank", "backend"]
+)
+ensure_model_parallel_initialized = Function(
+    "ensure_model_parallel_initialized", _STATE, takes=["backend"]
+)
+destroy_model_parallel = Function("destroy_model_parallel", _STATE)
+destroy_distributed_environment = Function("destroy_distributed_environment", _STATE)
+
+FUNCTIONS = (
+    get_tp_group,
+    init_distributed_environment,
+    ensure_model_parallel_initialized,
+    destroy_model_parallel,
+    destroy_distributed_environment,
+)
+
+
+def _are_missing() -> bool:
+    return any(isinstance(function.found, str) for function in FUNCTIONS)
+
+
+def stage_group(tp: int, pp: int, local_rank: int) -> ProcessGroup | None:
+    """The group of the tp ranks of this rank's stage, made by AITER, which allocates the buffers of
+    its sums; None if it is not installed. All ranks of the default group call it. local_rank: the
+    number of this rank's GPU.
+    """
+    if _are_missing():
+        return None
+    backend = distributed.get_backend()
+    # AITER takes the default group as it is, with its store.
+    init_distributed_environment(
+        distributed.get_world_size(),
+        distributed.get_rank(),
+        local_rank=local_rank,
+        backend=backend,
+    )
+    ensure_model_parallel_initialized(tp, pp, backend=backend)
+    group: ProcessGroup = get_tp_group().device_group
+    return group
+
+
+def leave() -> None:
+    """Destroy AITER's groups, its buffers and the default group, so that another can be joined."""
+    if not _are_missing():
+        destroy_model_parallel()
+        destroy_distributed_environment()

@@ -1,0 +1,68 @@
+"""Ranks that join AITER's groups, sum over them, leave, join again, and join without AITER, for
+test_aiter_groups.py: each leaves what it saw in a file.
+"""
+
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import stand_ins
+import torch
+from aiter_cases import KERNELS
+from stand_ins.collectives import GROUPS
+from torch import distributed
+
+from atomc.ops.op import refusal
+from atomc.platform import Platform
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.ranks import process_group
+
+HERE = replace(Platform.named("gfx950"), here=True)
+CPU = torch.device("cpu")
+EPS = 1e-6
+
+
+def operands(rank: int) -> dict[str, torch.Tensor]:
+    """Those of a sum with its norm: x differs between ranks, the others do not."""
+    alike, own = (torch.Generator().manual_seed(seed) for seed in (0, 1 + rank))
+    return {
+        "x": torch.randn(3, 8, generator=own).bfloat16(),
+        "residual": torch.randn(3, 8, generator=alike).bfloat16(),
+        "weight": torch.randn(8, generator=alike).bfloat16(),
+    }
+
+
+def summed(group: str, rank: int) -> dict[str, Any]:
+    """Results of AITER's kernels over this group, or why they refuse it."""
+    given = operands(rank)
+    norm = {**given, "eps": EPS, "style": "before", "process_group": group}
+    calls = {
+        "all_reduce": {"x": given["x"], "process_group": group},
+        "allreduce_add_rms_norm": norm,
+    }
+    results: dict[str, Any] = {}
+    for op, arguments in calls.items():
+        kernel = KERNELS[f"collective.{op}"]
+        reason = refusal(kernel, HERE, arguments)
+        results[op] = reason.text if reason else kernel.function(**arguments)
+    return results
+
+
+def run(rank: int, tp: int, pp: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    seen: list[Any] = []
+    with stand_ins.installed("gfx950"), mock.patch.object(process_group, "_on_rocm", lambda: True):
+        for number, providers in enumerate(((), (), ("triton",))):
+            config = EngineConfig(device="cpu", tp=tp, pp=pp, options={"providers": providers})
+            try:
+                store = distributed.FileStore(str(folder / f"store{number}"), tp * pp)
+                place = process_group.join(store, rank, CPU, config)
+                assert place.tp is not None
+                seen.append((place, summed(place.tp.group, rank), {*GROUPS}))
+                distributed.barrier()
+                process_group.leave()
+            except Exception:
+                seen.append(traceback.format_exc())
+    torch.save(seen, folder / f"{rank}.pt")
