@@ -184,7 +184,7 @@ class SoftmaxRouter(nn.Module):
         if config.n_group > 1:
             best = torch.unflatten(scores_TE, -1, (config.n_group, -1)).max(-1).values
             scores_TE = mask_other_groups(scores_TE, best, config.topk_group, 0.0)
-        weights, ids = scores_TE.topk(config.num_experts_per_tok, dim=-1)
+        weights, ids = scores_TE.topk(config.num_experts_per_tok, dim=-1, sorted=False)
         return ids, weights * config.routed_scaling_factor
 
 

@@ -62,7 +62,7 @@ class GroupRouter(nn.Module):
         choice_TE = scores_TE + self.e_score_correction_bias
         if config.n_group > 1:
             choice_TE = self._mask_other_groups(choice_TE)
-        ids = choice_TE.topk(config.num_experts_per_tok, dim=-1).indices
+        ids = choice_TE.topk(config.num_experts_per_tok, dim=-1, sorted=False).indices
         weights = scores_TE.gather(-1, ids)
         if config.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -19,6 +19,8 @@ import atomc
 from atomc import ops, passes
 from atomc.loading.create_model import create_model
 from atomc.passes.recognize.experts import TRANSFORMERS
+from atomc.platform import Platform
+from atomc.program import compile_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -159,12 +161,32 @@ def test_a_stock_mixture_is_one_router_and_one_op_for_its_experts(
     assert made["activation"] == ("swiglu_oai" if name == "gpt_oss" else "silu")
 
 
+V3_ROUTER = {
+    "n_routed_experts": 256,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+}
+
+
 def test_the_router_of_deepseek_v3_needs_no_order_and_is_aiters() -> None:
-    sizes = {"num_local_experts": 256, "n_routed_experts": 256, "num_experts_per_tok": 8}
-    layer = mixture("deepseek_v3", "grouped_mm", torch.bfloat16, **sizes, n_group=8, topk_group=4)
+    layer = mixture("deepseek_v3", "grouped_mm", torch.bfloat16, **V3_ROUTER)
     x = torch.randn(2, 5, HIDDEN, dtype=torch.bfloat16)
     report = atomc.explain(layer, x, platform="gfx950")
     assert {c.chosen for c in report.kernels if c.op == "topk_route"} == {"aiter"}
+
+
+def test_the_router_of_a_served_deepseek_v3_is_aiters() -> None:
+    sizes = (
+        TINY | V3_ROUTER | {"num_hidden_layers": 1, "num_key_value_heads": 4, "num_experts": 256}
+    )
+    config = transformers.AutoConfig.for_model("deepseek_v3", **sizes).to_dict()
+    model = create_model(
+        config | {"architectures": ["DeepseekV3ForCausalLM"]}, torch.bfloat16, "meta"
+    )
+    program = compile_model(model, {"cache": False}, platform=Platform.named("gfx950"))
+    assert {c.chosen for c in program.report.kernels if c.op == "topk_route"} == {"aiter"}
 
 
 # ---- counts
