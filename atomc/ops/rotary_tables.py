@@ -31,5 +31,5 @@ def rotary_tables(
         angles = angles.repeat_interleave(2, -1)
     elif style != "half":
         raise ValueError(f"rotary_tables: style {style!r} is not one of {TABLE_STYLES}")
-    cos, sin = angles.contiguous().cos(), angles.contiguous().sin()
-    return (cos * scaling).to(dtype), (sin * scaling).to(dtype)
+    angles = angles.contiguous()
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

@@ -13,6 +13,7 @@ cat there may be repeat_interleave ("pairs") or nothing ("half"). On a CPU Induc
 import operator
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,6 +33,16 @@ from atomc.rewriting.rewrite import Fired
 
 NAME = "rotary_tables"
 aten = torch.ops.aten
+
+
+class _Factors(NamedTuple):
+    """Of a product: positions [..., 1 or n] and frequencies [n]. by_column: positions are
+    [..., 1, T] instead, as a matrix product takes them.
+    """
+
+    positions: Node
+    inv_freq: Node
+    by_column: bool = False
 
 
 def rotary_tables(gm: GraphModule, context: Context) -> Iterator[Change]:
@@ -65,8 +76,8 @@ def _unrepeated(angles: Node) -> tuple[Node, str]:
     return (inner, "pairs") if all(map(same_sizes, shapes, repeated)) else (angles, "half")
 
 
-def _factors(product: Node) -> tuple[Node, Node] | None:
-    """positions [..., 1 or n] and inv_freq [n] of a product in fp32, or None."""
+def _factors(product: Node) -> _Factors | None:
+    """Those of a product in fp32, or None."""
     here = call(product)
     if value(product).dtype != torch.float32:
         return None
@@ -75,13 +86,13 @@ def _factors(product: Node) -> tuple[Node, Node] | None:
             inv_freq = _vector(frequencies, -1)
             lead = value(positions).shape[:-1]
             if inv_freq is not None and same_sizes(lead, value(product).shape[:-1]):
-                return _uncast(positions), inv_freq
+                return _Factors(_uncast(positions), inv_freq)
     matmul = call(here.operands[0]) if here.attrs.get("dims") == (-1, -2) else here
     if matmul is not here and matmul.op == "bmm":
         frequencies, positions = matmul.operands
         inv_freq = _vector(frequencies, -2)
         if inv_freq is not None and known_equal(value(positions).shape[1], 1):
-            return insert(product, aten.transpose.int, _uncast(positions), 1, 2), inv_freq
+            return _Factors(_uncast(positions), inv_freq, by_column=True)
     return None
 
 
@@ -122,15 +133,22 @@ def _miss(pair: tuple[Node, Node], difference: Difference) -> NearMiss:
 
 
 def _replace(
-    pair: tuple[Node, Node], factors: tuple[Node, Node], style: str, context: Context
+    pair: tuple[Node, Node], factors: _Factors, style: str, context: Context
 ) -> Fired | NearMiss:
     (cos, scaling), (sin, sin_scaling) = map(_table, pair)
     tables, dtype = (cos, sin), value(cos).dtype
     if (value(sin).dtype, sin_scaling) != (dtype, scaling):
         tables, dtype, scaling = pair, torch.float32, 1.0
     [angles] = call(pair[0]).operands
-    both = insert(angles, ops.rotary_tables.overload, *factors, style, scaling, dtype)
-    if context.first is None or context.first(both) is None:
+    positions, inv_freq, by_column = factors
+    if by_column:
+        positions = insert(angles, aten.transpose.int, positions, 1, 2)
+    both = insert(angles, ops.rotary_tables.overload, positions, inv_freq, style, scaling, dtype)
+    assert context.first is not None
+    if context.first(both) is None:
+        angles.graph.erase_node(both)
+        if by_column:
+            angles.graph.erase_node(positions)
         return _miss(pair, Difference("guard", f"a kernel for {NAME}", "none", pair[0]))
     replaced = {angles, *pair, *tables}
     consumed = tuple(call(node).op for node in sorted(replaced))
