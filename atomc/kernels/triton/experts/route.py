@@ -29,6 +29,7 @@ from atomc.kernels.triton.launch.tile_table import Tile
 from atomc.kernels.triton.launch.tiles import LINEAR
 from atomc.kernels.triton.linear.linear import MAX_ROWS, multiply
 from atomc.kernels.triton.rows.activation import softplus
+from atomc.ops.by_name import call_by_name
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.ops.route import GROUP_SCORES, SCORES, ExpertChoice
@@ -172,7 +173,6 @@ def topk_route(
     min_sum: float,
     scale: float,
     dtype: torch.dtype,
-    in_order: bool,  # they always are
 ) -> tuple[Tensor, Tensor]:
     experts, shape = logits.shape[-1], (*logits.shape[:-1], k)
     weights = logits.new_empty(shape, dtype=dtype)
@@ -249,4 +249,5 @@ def linear_topk_route(
     logits_dtype: torch.dtype,
     **choice: Unpack[ExpertChoice],
 ) -> tuple[Tensor, Tensor]:
-    return topk_route(_logits(x, weight, linear_bias, logits_dtype), bias, **choice)
+    logits = _logits(x, weight, linear_bias, logits_dtype)
+    return call_by_name(topk_route, logits=logits, bias=bias, **choice)
