@@ -179,19 +179,19 @@ def run_and_compare(runner, scheduler, alone, requests, arrivals=None, aborts=No
     who gave way.
     """
     arrivals, aborts, gave_way = arrivals or {}, aborts or {}, set()
-    for now in range(2000):
+    for number in range(2000):
         for request in requests:
-            if arrivals.get(request.id, 0) == now:
+            if arrivals.get(request.id, 0) == number:
                 scheduler.add(request)
-            if aborts.get(request.id) == now:
+            if aborts.get(request.id) == number:
                 scheduler.abort(request.id)
         scheduler.check()
         step = scheduler.next_step()
         scheduler.check()
         gave_way |= {request.id for request in scheduler.waiting if request.num_new}
         if step is None:
-            if now >= max(arrivals.values(), default=0):
-                return now, gave_way
+            if number >= max(arrivals.values(), default=0):
+                return number, gave_way
             continue
         size = step.padded_size
         logits = runner.logits(step._replace(size=size._replace(rows=size.rows + padding)))

@@ -77,14 +77,14 @@ def relaid(parts: list[Tensor], columns: int, starts: list[int], together: bool)
     """
     stride = row_stride(parts[0])
     rows = parts[0].untyped_storage().nbytes() // parts[0].element_size() // stride
-    memory, made = parts[0].new_zeros((rows + 1) * columns), []
+    memory, views = parts[0].new_zeros((rows + 1) * columns), []
     for part, start in zip(parts, starts, strict=True):
         strides = [s // stride * columns if s >= stride else s for s in part.stride()]
         place = part.storage_offset() // stride * columns + start
-        own = memory if together else memory.clone()
-        made.append(own.as_strided(part.shape, strides, place))
-        made[-1].copy_(part)
-    return made
+        of_part = memory if together else memory.clone()
+        views.append(of_part.as_strided(part.shape, strides, place))
+        views[-1].copy_(part)
+    return views
 
 
 def row_changes(

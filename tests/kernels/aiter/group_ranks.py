@@ -26,20 +26,20 @@ EPS = 1e-6
 
 def operands(rank: int) -> dict[str, torch.Tensor]:
     """Those of a sum with its norm: x differs between ranks, the others do not."""
-    alike, own = (torch.Generator().manual_seed(seed) for seed in (0, 1 + rank))
+    of_all, of_rank = (torch.Generator().manual_seed(seed) for seed in (0, 1 + rank))
     return {
-        "x": torch.randn(3, 8, generator=own).bfloat16(),
-        "residual": torch.randn(3, 8, generator=alike).bfloat16(),
-        "weight": torch.randn(8, generator=alike).bfloat16(),
+        "x": torch.randn(3, 8, generator=of_rank).bfloat16(),
+        "residual": torch.randn(3, 8, generator=of_all).bfloat16(),
+        "weight": torch.randn(8, generator=of_all).bfloat16(),
     }
 
 
 def summed(group: str, rank: int) -> dict[str, Any]:
     """Results of AITER's kernels over this group, or why they refuse it."""
-    given = operands(rank)
-    norm = {**given, "eps": EPS, "style": "before", "process_group": group}
+    tensors = operands(rank)
+    norm = {**tensors, "eps": EPS, "style": "before", "process_group": group}
     calls = {
-        "all_reduce": {"x": given["x"], "process_group": group},
+        "all_reduce": {"x": tensors["x"], "process_group": group},
         "allreduce_add_rms_norm": norm,
     }
     results: dict[str, Any] = {}

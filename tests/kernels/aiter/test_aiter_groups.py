@@ -36,8 +36,8 @@ def test_sums_of_a_stage_are_aiters(tp: int, pp: int, tmp_path: Path) -> None:
             assert (place.stage.index if place.stage else 0) == rank // tp
             total = torch.stack([operands(other)["x"].float() for other in stage]).sum(0)
             torch.testing.assert_close(results["all_reduce"], total.bfloat16())
-            given = operands(rank)
-            wide = {name: given[name].float() for name in ("residual", "weight")}
+            tensors = operands(rank)
+            wide = {name: tensors[name].float() for name in ("residual", "weight")}
             expected = ops.add_rms_norm.reference(total, **wide, eps=EPS, style="before")
             for result, reference in zip(results["allreduce_add_rms_norm"], expected, strict=True):
                 torch.testing.assert_close(result, reference.bfloat16(), rtol=1e-2, atol=1e-2)

@@ -194,7 +194,9 @@ class _Parts(Generator):
     def _weaker(self, node: ast.expr, refuses: bool = True) -> Iterator[_Change]:
         """The expression without each of its parts. refuses: if it is true, otherwise if not."""
         kind = IF if refuses else UNLESS
-        whole = _Change(self.span(node), str(None if refuses else True), self._watches(node, kind))
+        condition = _Change(
+            self.span(node), str(None if refuses else True), self._watches(node, kind)
+        )
         match node:
             case ast.NamedExpr(value=value):
                 yield from self._weaker(value, refuses)
@@ -204,7 +206,7 @@ class _Parts(Generator):
                 for value in values:
                     yield from self._weaker(value, refuses)
             case ast.BoolOp(values=values):
-                yield whole
+                yield condition
                 for value in filter(_is_compound, values):
                     yield from self._weaker(value, refuses)
             case ast.IfExp(test=test, orelse=ast.Constant(value=None)):
@@ -214,12 +216,12 @@ class _Parts(Generator):
             case ast.Call(
                 func=ast.Name(id="any" | "all"), args=[ast.GeneratorExp(elt=elt) as each]
             ):
-                yield whole
+                yield condition
                 if _is_compound(elt):
                     yield from self._weaker(elt, refuses)
                 for loop in each.generators:
                     if isinstance(loop.iter, ast.Tuple):
-                        yield from self._without_elements(loop.iter, whole.watches)
+                        yield from self._without_elements(loop.iter, condition.watches)
             case ast.Compare(left=left, ops=[_, _, *_], comparators=others) if not refuses:
                 yield from self._without_links(node, [left, *others])
             case ast.Compare(
@@ -229,7 +231,7 @@ class _Parts(Generator):
                     new = " and ".join(f"{self.text_of(a)} == {self.text_of(b)}" for a, b in rest)
                     yield _Change(self.span(node), f"({new})", self._watches(node, UNLESS))
             case _:
-                yield whole
+                yield condition
                 yield from self._without_arguments(node, kind)
 
     def _without_arguments(self, node: ast.expr, kind: str) -> Iterator[_Change]:
