@@ -41,7 +41,7 @@ def compute_on_host(gm: GraphModule, call: GraphFunction) -> GraphFunction:
             return returned
         assert isinstance(returned, Sequence)
         merged: list[Outputs] = list(returned)
-        for i, number in zip(results, compute(*args), strict=True):
+        for i, number in zip(results, compute(args), strict=True):
             merged[i] = number
         return merged
 
@@ -98,18 +98,19 @@ def symbols_of_sizes(graph: Graph) -> set[object]:
     }
 
 
-def host_function(graph: Graph, results: Sequence[str]) -> Callable[..., Sequence[int]]:
+def host_function(
+    graph: Graph, results: Sequence[str]
+) -> Callable[[Sequence[Input]], Sequence[int]]:
     """A function of the graph's inputs that computes the integers of these names."""
     integers = integers_of(graph)
     host = Graph()
+    # Only these are passed on: a call with hundreds of parameters costs more than what it computes.
+    read = [i for i, x in enumerate(graph.find_nodes(op="placeholder")) if x in integers]
     copies: dict[Node, Node] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            copies[node] = host.placeholder(node.name)
-        elif node in integers:
-            copies[node] = host.node_copy(node, lambda x: copies[x])
+    for node in integers:
+        copies[node] = host.node_copy(node, copies.__getitem__)
     by_name = {node.name: copy for node, copy in copies.items()}
     host.output(tuple(by_name[name] for name in results))
     host.eliminate_dead_code()
-    function: Callable[..., Sequence[int]] = GraphModule(torch.nn.Module(), host).forward
-    return function
+    forward = GraphModule(torch.nn.Module(), host).forward
+    return lambda inputs: forward(*[inputs[i] for i in read])

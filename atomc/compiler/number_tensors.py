@@ -64,7 +64,7 @@ def number_tensors(gm: GraphModule, example_inputs: Sequence[Input]) -> NumberTe
 
     def wrap(call: GraphFunction) -> GraphFunction:
         def with_tensors(*args: Input) -> Outputs:
-            numbers = zip(compute(*args), devices, strict=True)
+            numbers = zip(compute(args), devices, strict=True)
             filled = [torch.full((), n, dtype=torch.int64, device=device) for n, device in numbers]
             return call(*args, *filled)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from atomc.errors import first_line
-from atomc.replay.static_buffer import StaticBuffer
+from atomc.replay.static_buffer import StaticBuffer, fill
 from atomc.torch_compat.captured_kernels import capture_into
 from atomc.torch_compat.core import (
     GraphFunction,
@@ -123,7 +123,8 @@ class Graphed:
             self._find_static(args)
         # A default device is a mode that each call of a tensor's method would pass through.
         with without_torch_functions():
-            key = tuple([_kind(args[i]) for i in self.copied])
+            # Most are numbers: a call of `_kind` costs more than what it returns.
+            key = tuple([x if type(x := args[i]) is int else _kind(x) for i in self.copied])
             is_captured = key in self.captured and self._fits(self.captured[key], args)
         entry = self.captured[key] if is_captured else self._new_entry(key, args)
         if entry is None:
@@ -168,7 +169,7 @@ class Graphed:
         return None
 
     def _fits(self, entry: "_GraphEntry | None", args: Sequence[Input]) -> bool:
-        return entry is None or are_at(args, entry.addresses, self.static or ())
+        return entry is None or are_at([*args], entry.addresses, self.static or [])
 
     def _refused(self, key: Key, args: Sequence[Input]) -> str | None:
         devices = _devices(args)
@@ -186,16 +187,16 @@ class Graphed:
         return f"values or shapes of the inputs {', '.join(map(str, varying))}"
 
     def _recorded(self, args: Sequence[Input]) -> "_GraphEntry":
-        copied = [(StaticBuffer(x), i) for i in self.copied if isinstance(x := args[i], Tensor)]
+        buffers = {i: StaticBuffer(x) for i in self.copied if isinstance(x := args[i], Tensor)}
         static = list(args)
-        for buffer, i in copied:
+        for i, buffer in buffers.items():
             static[i] = buffer.tensor
         self.pool = self.pool or Pool(_devices(args).pop())
         captured = self.pool.capture(lambda: self.call(*static), warm_up=False)
-        shapes = [list(buffer.tensor.shape) for buffer, _ in copied]
+        shapes = [list(buffer.tensor.shape) for buffer in buffers.values()]
         record: GraphRecord = {"inputs": shapes, "bytes": captured.bytes}
         self.graphs.append(record)
-        return _GraphEntry(captured, copied, addresses(args), record)
+        return _GraphEntry(captured, buffers, addresses(args), record)
 
 
 def why_syncing(kernels: Sequence[str]) -> str:
@@ -209,22 +210,20 @@ def _devices(args: Sequence[Input]) -> set[torch.device]:
 
 @dataclass
 class _GraphEntry:
-    """A captured call, its (buffer, input number) pairs, the addresses of the inputs, of which
-    static ones must stay, and what the report says of it.
+    """A captured call, the buffers of copied inputs by their numbers, the addresses of the inputs,
+    of which static ones must stay, and what the report says of it.
     """
 
     graph: CapturedCall[Outputs]
-    copied: list[tuple[StaticBuffer, int]]
+    buffers: dict[int, StaticBuffer]
     addresses: list[int | None]
     record: GraphRecord
 
 
 def _replayed(entry: _GraphEntry, args: Sequence[Input]) -> Outputs:
     """The results for these inputs, by the graph."""
-    for buffer, i in entry.copied:
-        x = args[i]
-        assert isinstance(x, Tensor)
-        buffer.fill(x)
+    copied = [x for i in entry.buffers if isinstance(x := args[i], Tensor)]
+    fill([*entry.buffers.values()], copied)
     return _cloned(entry.graph.replay())
 
 
@@ -240,5 +239,5 @@ def _cloned(output: Outputs) -> Outputs:
     if isinstance(output, Tensor):
         return output.clone()
     if isinstance(output, list | tuple):
-        return type(output)(_cloned(item) for item in output)
+        return type(output)([x if type(x) is int else _cloned(x) for x in output])
     return output

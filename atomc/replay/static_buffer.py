@@ -2,6 +2,8 @@
 asserts.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ MAX_SPREAD = 4
 
 class StaticBuffer:
     """`tensor` has the shape, strides, dtype and device of an input; `fill` copies the values of
-    another input.
+    another input; `distinct_tensor` is the view of `tensor` to which it does.
 
     Elements of the input that share memory (an expanded dimension, overlapping windows) also share
     it here, and are copied once.
@@ -29,21 +31,27 @@ class StaticBuffer:
         memory = torch.empty(length, dtype=like.dtype, device=like.device)
         self.tensor = memory.as_strided(like.shape, like.stride(), 0)
         self._flat = _overlaps(like)
-        self._to = self._distinct(self.tensor)
-        self.fill(like)
+        sizes = zip(like.shape, like.stride(), strict=True)
+        self._expanded = [
+            dim for dim, (size, stride) in enumerate(sizes) if size > 1 and stride == 0
+        ]
+        self.distinct_tensor = self.distinct(self.tensor)
+        fill([self], [like])
 
-    def fill(self, values: Tensor) -> None:
-        """Copy a tensor of the same shape and strides."""
-        self._to.copy_(self._distinct(values))
-
-    def _distinct(self, x: Tensor) -> Tensor:
+    def distinct(self, x: Tensor) -> Tensor:
         """A view that contains each element in memory once; including gaps if windows overlap."""
         if self._flat:
             return x.as_strided((span(x),), (1,), x.storage_offset())
-        for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-            if size > 1 and stride == 0:
-                x = x.narrow(dim, 0, 1)
+        for dim in self._expanded:
+            x = x.narrow(dim, 0, 1)
         return x
+
+
+def fill(buffers: Sequence[StaticBuffer], values: Sequence[Tensor]) -> None:
+    """Copy a tensor of the same shape and strides into each buffer."""
+    if buffers:
+        new = [buffer.distinct(x) for buffer, x in zip(buffers, values, strict=True)]
+        torch._foreach_copy_([buffer.distinct_tensor for buffer in buffers], new)
 
 
 def span(x: Tensor) -> int:

@@ -61,10 +61,10 @@ def addresses(inputs: Sequence[Input]) -> list[int | None]:
 _ARE_AT = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
-def are_at(inputs: Sequence[Input], expected: Sequence[int | None], numbers: Sequence[int]) -> bool:
+def are_at(inputs: list[Input], expected: list[int | None], numbers: list[int]) -> bool:
     """Whether the inputs with these numbers, tensors, lie where expected."""
     if _ARE_AT is not None:
-        return bool(_ARE_AT(list(inputs), list(expected), list(numbers)))
+        return bool(_ARE_AT(inputs, expected, numbers))
     return addresses([inputs[i] for i in numbers]) == [expected[i] for i in numbers]
 
 

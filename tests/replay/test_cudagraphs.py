@@ -22,7 +22,7 @@ from atomc.loading.create_model import create_model
 from atomc.loading.loader import ready
 from atomc.replay import cudagraphs
 from atomc.replay.cudagraphs import CapturedCall, Pool
-from atomc.replay.static_buffer import StaticBuffer
+from atomc.replay.static_buffer import StaticBuffer, fill
 from atomc.report.report import Report
 from atomc.runtime.execution.graphs import StepGraphs, decode_sizes, launched_shapes, step_shapes
 from atomc.runtime.execution.input_batch import StepShape
@@ -202,7 +202,7 @@ def test_a_static_buffer_has_the_layout_of_the_input_and_no_more_memory_than_it_
     assert buffer.tensor.stride() == first.stride() and torch.equal(buffer.tensor, first)
     assert buffer.tensor.untyped_storage().nbytes() == 4 * num_elements
     address = buffer.tensor.data_ptr()
-    buffer.fill(second)
+    fill([buffer], [second])
     assert torch.equal(buffer.tensor, second) and buffer.tensor.data_ptr() == address
     assert torch.equal(made(torch.arange(4096.0)), first)
 
@@ -211,9 +211,9 @@ def test_inputs_that_view_one_storage_get_buffers_of_their_own() -> None:
     storage = torch.arange(12.0)
     rows, column = storage.view(3, 4), storage.view(3, 4)[:, 1]
     buffers = StaticBuffer(rows), StaticBuffer(column)
-    buffers[0].fill(rows + 100)
+    fill(buffers[:1], [rows + 100])
     assert torch.equal(buffers[1].tensor, column)
-    buffers[1].fill(column * 2)
+    fill(buffers[1:], [column * 2])
     assert torch.equal(buffers[0].tensor, rows + 100)
 
 
