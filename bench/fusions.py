@@ -121,6 +121,10 @@ def norm_add_then_norm(
     return kernel("add_rms_norm")(residual, y, sum_weight, sum_eps)
 
 
+def linear_then_gate(x: Tensor, weight: Tensor, bias: None, activation: str) -> Tensor:
+    return kernel("silu_and_mul")(*kernel("linear")(x, weight, None).chunk(2, -1))
+
+
 def norms_then_ropes(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> Any:
@@ -268,6 +272,16 @@ def chains(hidden: int) -> Iterator[Chain]:
         ops.add_rms_norm_pad.reference,
         {"columns": 192},
         sizes("x", "x"),
+    )
+    yield Chain(
+        "linear_gated",
+        "linear_gated",
+        f"{hidden}->2x{inner}",
+        lambda tokens: {"x": normal(tokens, hidden), "weight": normal(2 * inner, hidden)},
+        linear_then_gate,
+        ops.linear_gated.reference,
+        {"bias": None, "activation": "silu"},
+        lambda arguments: 4 * arguments["x"].shape[0] * inner,
     )
     yield Chain(
         "qk_norm_rope",

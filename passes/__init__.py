@@ -30,6 +30,7 @@ from atomc.passes.fuse import (
     conv_delta_rule,
     experts_ep,
     kv_write,
+    linear_gated,
     linear_route,
     linear_split_cat,
     mla_kv_write,
@@ -71,10 +72,16 @@ from atomc.rewriting.graph_pass import Pass, rewriting
 # Dynamo's graph, in which composite calls are still one node.
 LIFT = Pass("lift", lift.lift, by_site=True, lifts=lift.LIFTED)
 
-# These run once more per range of token counts.
+# These run once more per range of token counts, in which more is known of kernels.
 BMM_AND_WRITE = rewriting(bmm_kv_write.BMM_ROPE_KV_WRITE, after=["mla_rope_kv_write"])
 INDEX_QUERIES = Pass(
     "index_queries", index_queries.index_queries, after=["bind_state"], paged=True, by_site=True
+)
+LINEAR_GATED = Pass(
+    "linear_gated",
+    linear_gated.linear_gated,
+    after=["merge_gate_up", "silu_and_mul_quant"],
+    by_site=True,
 )
 
 # The functional ATen graph.
@@ -213,6 +220,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(mla_kv_write.MLA_ROPE_KV_WRITE, after=["rope", "tidy_transposes"]),
     BMM_AND_WRITE,
     INDEX_QUERIES,
+    LINEAR_GATED,
     Pass("expert_load", expert_load.expert_load, after=["moe_experts", "bind_state"], paged=True),
     Pass(
         "unread_sums",

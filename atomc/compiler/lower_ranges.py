@@ -15,7 +15,7 @@ from atomc.compiler.select import Selection
 from atomc.compiler.weight_forms import WeightForms
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.node_record import record_of
-from atomc.ops.op import Extra
+from atomc.ops.op import Extra, Kernel, Refusal
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context, Pass
 from atomc.token_range import Tokens
@@ -71,6 +71,7 @@ def _selected(
     """
     forms = _forms(gm, context)
     weights = _preparable(gm, context)
+    unfit: dict[tuple[Kernel, str], Refusal | None] = {}
     select = partial(
         Selection,
         context.options,
@@ -78,21 +79,21 @@ def _selected(
         eager=eager,
         weights=weights,
         forms=forms,
-        unfit={},
     )
-    spans = ranges.ranges_of(gm, select().could_serve)
+    spans = ranges.ranges_of(gm, select(unfit=unfit).could_serve)
     selected: list[tuple[GraphModule, Selection]] = []
     layout, shown = None, report
     for span in spans:
         graph = copy_graph(gm) if len(spans) > 1 else gm
         graph.meta["tokens"] = span
-        selection = select(layout=layout, tokens=span)
+        # Of its own: names of nodes that passes try stand for others in the graph of another range.
+        selection = select(layout=layout, tokens=span, unfit=dict(unfit))
         lowering = _lowering(context, selection)
         # In each of these ranges the same fires, and the report has it once.
-        switched_on = _switched_on(context, (passes.INDEX_QUERIES,))
-        quantized = pipeline.run(graph, switched_on, lowering, shown).fired
+        switched_on = _switched_on(context, (passes.INDEX_QUERIES, passes.LINEAR_GATED))
+        fused = pipeline.run(graph, switched_on, lowering, shown).fired
         absorbed = pipeline.run(graph, [passes.SELECT_MLA_FORM], lowering, report).fired
-        if quantized or absorbed:
+        if fused or absorbed:
             selection.unfit = {}  # this graph differs from those of other ranges
             made_possible = _switched_on(context, passes.AFTER_MLA_FORM if absorbed else ())
             pipeline.run(graph, made_possible, lowering, shown)

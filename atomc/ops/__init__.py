@@ -17,6 +17,7 @@ from atomc.ops.experts import moe_experts
 from atomc.ops.indexer import chosen_mask, index_topk, index_write, indexer_state, paged_index_topk
 from atomc.ops.kv_b_weight import kv_b_keys, kv_b_weight
 from atomc.ops.linear import embedding, linear, linear_fp32
+from atomc.ops.linear_gated import linear_gated
 from atomc.ops.lora import lora_linear
 from atomc.ops.mla import (
     bmm_mxfp4,
@@ -121,6 +122,7 @@ __all__ = [
     "linear",
     "linear_by_head",
     "linear_fp32",
+    "linear_gated",
     "linear_mxfp4",
     "linear_nvfp4",
     "linear_split_cat",

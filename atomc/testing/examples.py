@@ -78,6 +78,10 @@ def _linear(n: RandomInputs) -> Arguments:
     return {"x": n(n.T, D), "weight": n(M, D) / 16}
 
 
+def _linear_gated(activation: str, n: RandomInputs) -> Arguments:
+    return _linear(n) | {"bias": n(M), "activation": activation}
+
+
 def _lora(n: RandomInputs) -> Arguments:
     return {
         "y": n(n.T, M),
@@ -233,6 +237,10 @@ EXAMPLES: Examples = {
     ops.moe_experts_mxfp4: {"": _experts_mxfp4},
     ops.linear: {"": _linear, "bias": lambda n: _linear(n) | {"bias": n(M)}},
     ops.linear_fp32: {"": _linear},
+    ops.linear_gated: {
+        "": _linear,
+        **{name: partial(_linear_gated, name) for name in ("gelu", "gelu_tanh")},
+    },
     ops.scaled_linear_fp8: {"": partial(_code_inputs, ops.quant_fp8_per_token)},
     ops.scaled_linear_fp8_block: {"": _blocks},
     ops.scaled_linear_int8: {"": partial(_code_inputs, ops.quant_int8_per_token)},

@@ -17,11 +17,9 @@ from torch.fx import GraphModule, Node
 
 from atomc import ops
 from atomc.graph.canonical import call, value
-from atomc.graph.edit import replace
-from atomc.graph.op_call import OpCall, called_op, op_call
-from atomc.graph.provenance import inherited
+from atomc.graph.op_call import OpCall, op_call
 from atomc.graph.strides import same_strides
-from atomc.ops.op import op_of
+from atomc.passes.fuse.one_provider import fuse, near_miss
 from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
@@ -40,7 +38,7 @@ def norm_add(gm: GraphModule, context: Context) -> Iterator[Change]:
             continue
         [reader] = node.users
         if (residual := _residual(node, reader)) is not None:
-            miss = partial(_miss, node, reader)
+            miss = partial(near_miss, NAME, (node, reader))
             yield Change(reader, miss, partial(_fuse, norm, residual, reader, context))
 
 
@@ -57,24 +55,13 @@ def _residual(norm: Node, reader: Node) -> Node | None:
     return others[0] if len(operands) == 2 and len(others) == 1 else None
 
 
-def _miss(norm: Node, reader: Node, difference: Difference) -> NearMiss:
-    return NearMiss(NAME, "", reader, 2, 2, 0, [difference], {norm, reader})
-
-
 def _fuse(norm: OpCall, residual: Node, reader: Node, context: Context) -> Fired | NearMiss:
     parts = (norm.node, reader)
     if not same_strides(value(norm.node), value(residual)):
         rows = "the norm and what it is added to with the same strides"
-        return _miss(*parts, Difference("view", rows, "other strides", residual))
-    fused = _inserted(norm, residual, reader)
-    consumed = tuple(call(part).op for part in parts)
-    fused.meta.update(inherited(parts, reader, NAME, consumed), val=value(reader))
-    if unserved := _unserved(fused, parts, context):
-        fused.graph.erase_node(fused)
-        return _miss(*parts, unserved)
-    replace(reader, fused)
+        return near_miss(NAME, parts, Difference("view", rows, "other strides", residual))
     attrs = {name: norm.arguments[name] for name in ("eps", "style")}
-    return Fired(NAME, reader, attrs, {*parts}, [fused], consumed)
+    return fuse(NAME, _inserted(norm, residual, reader), parts, attrs, context)
 
 
 def _inserted(norm: OpCall, residual: Node, reader: Node) -> Node:
@@ -94,21 +81,3 @@ def _inserted(norm: OpCall, residual: Node, reader: Node) -> Node:
             (x, residual, weight, sum_weight, eps, sum_eps, style, sum_style),
             {"keep_sum": of_sum.arguments["keep_sum"]},
         )
-
-
-def _unserved(fused: Node, parts: tuple[Node, Node], context: Context) -> Difference | None:
-    """Why the kernels of the parts are preferred: no kernel of their provider serves the fused op.
-    None if one does.
-    """
-    assert context.first is not None
-    kernels = [context.first(node) for node in (fused, *parts) if op_of(node.target)]
-    provider, *others = ["no kernel" if one is None else one.provider for one in kernels]
-    if kernels[0] is not None and {provider} == {*others}:
-        return None
-    name, of_parts = called_op(fused).name, " and ".join(dict.fromkeys(others))
-    return Difference(
-        "guard",
-        f"kernels of one provider for {name} and what it replaces",
-        f"{provider} for {name}, {of_parts} for what it replaces",
-        parts[1],
-    )

@@ -9,7 +9,7 @@ from compile_triton import TARGETS, compiling
 from triton.runtime.jit import JITFunction
 
 from atomc.kernels.moe.combinations.batched_triton import batched_product
-from atomc.kernels.triton.experts.expert_gate import GateConstants
+from atomc.kernels.triton.rows.gate import GateConstants
 from atomc.ops.experts import ACTIVATIONS
 
 L, C, K, N = 4, 32, 256, 128

@@ -42,6 +42,8 @@ CALLS = (
     "topk_route/groups of two",
     "topk_route/square root",
     "rms_norm_gated/packed",
+    "linear_gated/one row",
+    "linear_gated/sixteen rows",
     "rotary_tables/in the dtype of the model",
     "rotary_tables/pairs, image",
     "causal_conv1d_update/chunks",

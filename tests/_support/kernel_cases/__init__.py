@@ -32,7 +32,7 @@ from kernel_cases.experts import (
     TOPK_ROUTE,
 )
 from kernel_cases.indexer import CHOSEN_MASK, INDEX_TOPK, INDEX_WRITE, PAGED_INDEX_TOPK
-from kernel_cases.linear import EMBEDDING, LINEAR, LINEAR_FP32
+from kernel_cases.linear import EMBEDDING, LINEAR, LINEAR_FP32, LINEAR_GATED
 from kernel_cases.lora import LORA_LINEAR
 from kernel_cases.mla import (
     BMM_MXFP4,
@@ -109,6 +109,7 @@ CASES: dict[str, Cases] = {
     "layer_norm": layer_norm_cases(residual=False),
     "add_layer_norm": left_out_sums(layer_norm_cases(residual=True)),
     "linear": LINEAR,
+    "linear_gated": LINEAR_GATED,
     "linear_fp32": LINEAR_FP32,
     "add_rms_norm_pad": padding_cases(),
     "all_reduce": {

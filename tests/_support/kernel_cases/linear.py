@@ -41,6 +41,29 @@ LINEAR_FP32: Cases = {
     name: partial(without_bias, make) for name, make in LINEAR.items() if name != "bias"
 }
 
+
+def gated(
+    draw: Draw, *shape: int, out: int = 66, activation: str = "silu", bias: bool = True
+) -> dict[str, Any]:
+    return {**linear(draw, *shape, out=out, bias=bias), "activation": activation}
+
+
+LINEAR_GATED: Cases = {
+    "one row": lambda draw: gated(draw, 1, 64, bias=False),
+    "odd sizes": lambda draw: gated(draw, 7, 80, activation="gelu_tanh"),
+    "batch": lambda draw: gated(draw, 2, 7, 64, activation="gelu"),
+    "one vector": lambda draw: gated(draw, 64),
+    "no rows": lambda draw: gated(draw, 0, 64),
+    "packed": lambda draw: gated(draw, 1, 64) | {"x": draw.packed(7, 64)[1]},
+    "two rows": lambda draw: gated(draw, 2, 64),
+    "sixteen rows": lambda draw: gated(draw, 16, 80),
+    "one tile's odd half": lambda draw: gated(draw, 1, 1096, out=34, activation="gelu"),
+    "long": lambda draw: gated(draw, 3, 4104, out=34),
+    "long, one row": lambda draw: gated(draw, 1, 4104, out=34, activation="gelu_tanh"),
+    "wide, one row": lambda draw: gated(draw, 1, 64, out=4102),
+    "wide, sixteen rows": lambda draw: gated(draw, 16, 64, out=4102),
+}
+
 EMBEDDING: Cases = {
     "one id": lambda draw: {"ids": draw.below(50, 1), "weight": draw.normal(50, 64)},
     "batch": lambda draw: {"ids": draw.below(50, 2, 7), "weight": draw.normal(50, 80)},

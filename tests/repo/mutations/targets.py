@@ -110,7 +110,7 @@ atomc/kernels/triton/latent/mla_chosen.py | kernels/test_kernels.py -k '[mla_abs
 atomc/kernels/triton/latent/mla_prefix.py | kernels/latent/test_mla_prefix.py
 atomc/kernels/triton/latent/mla_prompts.py | kernels/test_kernels.py -k '[mla_paged_attention-triton-'
 atomc/kernels/triton/linear/batched_head_linear.py | kernels/latent/test_mla_prefix.py | _add_values _queries_to_latents
-atomc/kernels/triton/linear/linear.py | kernels/test_kernels.py -k '[linear-triton- or [linear_fp32-triton-'
+atomc/kernels/triton/linear/linear.py | kernels/test_kernels.py -k '[linear-triton- or [linear_fp32-triton- or [linear_gated-triton-'
 atomc/kernels/triton/linear/lora.py | kernels/test_kernels.py -k 'lora and twenty'
 atomc/kernels/triton/linear/lora.py | kernels/test_triton_compiles.py -k 'sm90 and not experts' | _tile
 atomc/kernels/triton/linear/lora_few.py | kernels/test_kernels.py -k '(lora and long) or (lora and merged)'
@@ -222,6 +222,7 @@ passes/fuse/experts_ep.py | passes/chains/test_blockers.py -k 'moe_experts_ep' |
 passes/fuse/kv_write.py | passes/test_passes.py | _norm_pattern _rope_pattern
 passes/fuse/norm_pair.py | passes/test_norm_pair.py
 passes/fuse/sums_behind_views.py | passes/test_collective_fusion.py | _can_move
+passes/fuse/linear_gated.py | passes/test_linear_gated.py -k 'not stock' | _halved _activation
 passes/lift.py | compiler/test_strides.py passes/test_lift_in_bf16.py passes/test_patch_embedding.py | _embedding _patch _rms_norm
 passes/lora.py | runtime/execution/test_lora.py -k 'quantized_layers' -m '' | _input
 passes/merge/linears.py | weights/test_padded_weights.py | _zero_rows

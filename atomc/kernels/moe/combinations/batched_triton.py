@@ -7,9 +7,9 @@ import math
 
 from torch import Tensor
 
-from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import Routing
 from atomc.kernels.triton.experts.grouped import grouped_product
+from atomc.kernels.triton.rows.gate import GateConstants
 
 ROWS, OUTPUTS, INPUTS = 16, 64, 64  # of a tile; not measured yet
 

@@ -33,7 +33,7 @@ class TritonBatched(BatchedExperts):
         # Triton is optional.
         from atomc.kernels.moe.combinations.batched_triton import batched_product
         from atomc.kernels.moe.triton_quantizers import quantize
-        from atomc.kernels.triton.experts.expert_gate import GateConstants
+        from atomc.kernels.triton.rows.gate import GateConstants
 
         assert dispatched.expert_num_tokens is not None
         w, scheme = experts.weights, experts.config.scheme

@@ -14,13 +14,13 @@ from triton.language import constexpr
 from atomc import ops
 from atomc.kernels.checks import first_refusal, unlike, unsupported, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
-from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import launch_pairs, pairs_of, store_pairs, weight_rows
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.launch import let_next_start, tile_of, wait_for_last
 from atomc.kernels.triton.launch.tile_table import FragmentTile
 from atomc.kernels.triton.launch.tiles import EXPERTS_FRAGMENTS
+from atomc.kernels.triton.rows.gate import GateConstants
 from atomc.kernels.triton.w4a16.fragment_products import add_part, fragment_weight, number_types
 from atomc.kernels.triton.w4a16.fragments import (
     E2M1_UNIT,

@@ -19,7 +19,6 @@ from triton.language import constexpr
 
 from atomc import ops
 from atomc.kernels.checks import strided, too_wide, unknown, unlike, wrong_rank
-from atomc.kernels.triton.experts.expert_gate import GateConstants, activated
 from atomc.kernels.triton.experts.experts_decode_sums import sums_of_numbers, sums_of_words
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.launch import (
@@ -30,6 +29,7 @@ from atomc.kernels.triton.launch.launch import (
     wait_for_last,
 )
 from atomc.kernels.triton.launch.tile_table import ExpertsFewTile
+from atomc.kernels.triton.rows.gate import GateConstants, activated
 from atomc.ops.experts import ACTIVATIONS
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal

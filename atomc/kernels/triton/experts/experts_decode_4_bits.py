@@ -10,7 +10,6 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import first_refusal, named, unlike, unsupported, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered
-from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.experts_decode import (
     FEW,
     Form,
@@ -22,6 +21,7 @@ from atomc.kernels.triton.experts.experts_decode import (
     up_to_half,
 )
 from atomc.kernels.triton.launch.tiles import EXPERTS_FEW_4_BITS
+from atomc.kernels.triton.rows.gate import GateConstants
 from atomc.kernels.triton.w4a16.unpacking import code_words, other_group
 from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS

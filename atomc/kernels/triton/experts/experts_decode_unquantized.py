@@ -7,7 +7,6 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import first_refusal, unlike, unsupported
-from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.experts_decode import (
     FEW,
     Form,
@@ -19,6 +18,7 @@ from atomc.kernels.triton.experts.experts_decode import (
 )
 from atomc.kernels.triton.launch.tile_table import ExpertsFewTile
 from atomc.kernels.triton.launch.tiles import EXPERTS_FEW
+from atomc.kernels.triton.rows.gate import GateConstants
 from atomc.ops.experts import ExpertOperands, Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal

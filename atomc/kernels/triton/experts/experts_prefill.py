@@ -12,12 +12,12 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
-from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import grouped_product
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.tile_table import Launch, TileTable
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS
+from atomc.kernels.triton.rows.gate import GateConstants
 from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 

@@ -15,13 +15,13 @@ from triton.language import constexpr
 from atomc import ops
 from atomc.kernels.checks import first_refusal, named, unlike, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
-from atomc.kernels.triton.experts.expert_gate import GateConstants
 from atomc.kernels.triton.experts.expert_sort import sort_by_expert
 from atomc.kernels.triton.experts.experts_prefill import tile_for
 from atomc.kernels.triton.experts.grouped import Codes, launch_pairs, store_pairs, weight_rows
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.launch import let_next_start, tile_of, wait_for_last
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_4_BITS
+from atomc.kernels.triton.rows.gate import GateConstants
 from atomc.kernels.triton.w4a16.unpacking import (
     code_words,
     other_group,

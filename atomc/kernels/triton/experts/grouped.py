@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from atomc.kernels.triton.experts.expert_gate import GateConstants, activated
 from atomc.kernels.triton.experts.expert_sort import Routing
 from atomc.kernels.triton.launch.launch import let_next_start, overlap, tile_of, wait_for_last
 from atomc.kernels.triton.launch.tile_table import Launch
+from atomc.kernels.triton.rows.gate import GateConstants, activated
 
 
 @triton.jit

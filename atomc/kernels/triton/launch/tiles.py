@@ -53,6 +53,23 @@ LINEAR = TileTable(
     },
 )
 
+# One row of a product with a gate. us, two kernels / one: 1024->2x3072 5.3 / 4.6, 1152->2x6912 9.9
+# / 9.3, 2048->2x6144 14.1 / 13.4, 3072->2x8192 28.2 / 26.4, 4096->2x12288 51.2 / 48.2,
+# 5120->2x17408 83.4 / 82.6.
+LINEAR_GATED = TileTable(
+    "python bench/fusions.py --chains linear_gated --tokens 1 --jobs 14",
+    ("inputs", "inputs modulo 2048"),
+    {
+        "sm90": [
+            ((1024, ANY), Tile(1, 4, 1024, 0, 4)),
+            ((2048, 0), Tile(1, 2, 1024, 0, 4)),
+            ((4095, ANY), Tile(1, 4, 128, 0, 8)),
+            ((ANY, 0), Tile(1, 4, 2048, 0, 8)),
+            ((ANY, ANY), Tile(1, 4, 2048, 0, 4)),
+        ]
+    },
+)
+
 # 1 row, us: fp8 4096->4096 6.8, 4096->24576 25.4, 12288->4096 14.4; blocks 6.9, 26.2, 15.3.
 SCALED_LINEAR = TileTable(
     "python bench/gemm.py --tiles --rows 1 8 16 --schemes fp8 fp8_block int8 --jobs 14",

@@ -1,7 +1,8 @@
 """Linear layers of few rows in Triton, which are bound by the bandwidth of reading the weight.
 
 A program takes some rows of the weight and sums over all of K, in parts that it adds in a fixed
-order at the end. M rows of x, N rows of the weight, K columns.
+order at the end. M rows of x, N rows of the weight, K columns. With a GATE a program has rows of
+gate and of up in turn, and stores what the gate makes of them.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,8 @@ from atomc.kernels.triton.launch.launch import (
     wait_for_last,
 )
 from atomc.kernels.triton.launch.tile_table import Tile
-from atomc.kernels.triton.launch.tiles import LINEAR
+from atomc.kernels.triton.launch.tiles import LINEAR, LINEAR_GATED
+from atomc.kernels.triton.rows.gate import GateConstants, activated
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -46,6 +48,27 @@ class Scales(NamedTuple):
     x_row: int
     x_group: int
     weight_row: int
+
+
+@triton.jit
+def _weight_rows(N, BLOCK_N: constexpr, GATE: constexpr):
+    """The rows of the weight that this program multiplies."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return n if GATE is None else n % 2 * (N // 2) + n // 2
+
+
+@triton.jit
+def _store_gated(sums, bias_ptr, out_ptr, m, n, M, N, GATE: constexpr):
+    """Store the gate of sums of rows m of x and n of the weight, plus the bias."""
+    DTYPE: constexpr = out_ptr.dtype.element_ty
+    ROWS: constexpr = sums.shape[0]
+    COLUMNS: constexpr = sums.shape[1] // 2
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[None, :]
+    gate, up = tl.split(tl.reshape(sums.to(DTYPE), (ROWS, COLUMNS, 2)))
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    out_at = out_ptr + m[:, None].to(tl.int64) * (N // 2) + column
+    tl.store(out_at, activated(gate, up, GATE, DTYPE), (m[:, None] < M) & (column < N // 2))
 
 
 @triton.jit
@@ -76,12 +99,14 @@ def _multiplied_rows(
     BLOCK_N: constexpr,
     BLOCK_K: constexpr,
     EARLY: constexpr,
+    GATE: constexpr,
     PDL: constexpr,
 ):
     # Three dimensions from the start: with a later expansion, one of the operands would be
     # converted to another layout in each step.
-    m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
-    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :, None]
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    weight_rows = _weight_rows(N, BLOCK_N, GATE)
+    m, n = rows[:, None, None], weight_rows[None, :, None]
     k = tl.arange(0, BLOCK_K)[None, None, :]
     x_at = at(x, m, sizes) + k
     weight_at = weight_ptr + n.to(tl.int64) * K + k
@@ -95,8 +120,11 @@ def _multiplied_rows(
         sums += values.to(tl.float32) * weight.to(tl.float32)
     if not EARLY:
         let_next_start(PDL)
-    out = tl.sum(sums, 2)[:, :, None]
-    store_product(out, None, bias_ptr, out_ptr, m, n, M, N, (m < M) & (n < N))
+    if GATE is not None:
+        _store_gated(tl.sum(sums, 2), bias_ptr, out_ptr, rows, weight_rows, M, N, GATE)
+    else:
+        out = tl.sum(sums, 2)[:, :, None]
+        store_product(out, None, bias_ptr, out_ptr, m, n, M, N, (m < M) & (n < N))
 
 
 @triton.jit
@@ -117,13 +145,14 @@ def multiply_parts(
     BLOCK_K: constexpr,
     PARTS: constexpr,
     PDL: constexpr,
+    GATE: constexpr = None,
 ):
     """Rows m of x, which are at x_at, times some rows of the weight, by tensor cores. K is split
     into PARTS, each computed by its own warps. BLOCKS: sums of 128 columns have scales; WHOLE:
     operands are int8.
     """
     first = tl.program_id(0) * BLOCK_N
-    n = first + tl.arange(0, BLOCK_N)
+    n = _weight_rows(N, BLOCK_N, GATE)
     LENGTH: constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
     part = tl.arange(0, PARTS)
     k = part[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
@@ -160,8 +189,11 @@ def multiply_parts(
     out = tl.sum(sums, 0)
     if SWAP:
         out = tl.trans(out)
-    m, n = m[:, None], n[None, :]
-    store_product(out, scales, bias_ptr, out_ptr, m, n, M, N, (m < M) & (n < N), BLOCKS)
+    if GATE is not None:
+        _store_gated(out, bias_ptr, out_ptr, m, n, M, N, GATE)
+    else:
+        m, n = m[:, None], n[None, :]
+        store_product(out, scales, bias_ptr, out_ptr, m, n, M, N, (m < M) & (n < N), BLOCKS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -178,6 +210,7 @@ def _tensor_core_product(
     BLOCK_N: constexpr,
     BLOCK_K: constexpr,
     PARTS: constexpr,
+    GATE: constexpr,
     PDL: constexpr,
 ):
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -199,6 +232,7 @@ def _tensor_core_product(
         BLOCK_K,
         PARTS,
         PDL,
+        GATE,
     )
 
 
@@ -208,11 +242,16 @@ def multiply(
     bias: Tensor | None,
     tile: Tile | None = None,
     out_dtype: torch.dtype | None = None,
+    gate: GateConstants | None = None,
 ) -> Tensor:
-    """x @ weight.T + bias in out_dtype (None: that of x). tile: None for that of the table."""
+    """x @ weight.T + bias, or the gate of it, in out_dtype (None: that of x). tile: None for that
+    of the table.
+    """
     n, k = weight.shape
-    out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+    out = x.new_empty((*x.shape[:-1], n // 2 if gate is not None else n), dtype=out_dtype)
     if rows := num_rows(x):
+        if tile is None and gate is not None and rows == 1:
+            tile = LINEAR_GATED.choose(x.device, k, k % 2048)
         tile = tile or LINEAR.choose(x.device, rows, n, k, k % 2048)
         # H200, us of a layer without attention, with the next kernel released before / after the
         # loop. One row: Qwen3-0.6B 17.6 / 17.1, 8B 96 / 104. Two rows: 0.6B 23.6 / 19.9. Tensor
@@ -238,6 +277,7 @@ def multiply(
             BLOCK_K=tile.columns,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            GATE=gate,
             **more,
             **overlap(x.device),
         )
@@ -275,3 +315,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 )
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     return multiply(x, weight, None, out_dtype=torch.float32)
+
+
+def refuse_linear_gated(
+    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Refusal | None:
+    if reason := refuse_linear(platform, x, weight, bias):
+        return reason
+    if weight.shape[1] == 2560:  # H200, us, two kernels / one: 2560->2x9728 26.7 / 27.9
+        return Refusal("slower", "rows of 2560 columns are read slower from two places")
+    return None
+
+
+@ops.linear_gated.kernel(
+    "triton",
+    tokens=ops.Tokens(1, MAX_ROWS),
+    refuses=refuse_linear_gated,
+    tuned_for=LINEAR_GATED.archs,
+)
+def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return multiply(x, weight, bias, gate=GateConstants(activation, False, 1.0, None))

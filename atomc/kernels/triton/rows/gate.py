@@ -1,4 +1,4 @@
-"""The gate between the two products of an expert, as a part of Triton kernels."""
+"""The gate between the two products of an MLP or of an expert, as a part of Triton kernels."""
 
 from typing import NamedTuple
 
