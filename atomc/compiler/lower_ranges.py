@@ -79,6 +79,7 @@ def _selected(
         eager=eager,
         weights=weights,
         forms=forms,
+        common={node.name for node in gm.graph.nodes},
     )
     spans = ranges.ranges_of(gm, select(unfit=unfit).could_serve)
     selected: list[tuple[GraphModule, Selection]] = []

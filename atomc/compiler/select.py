@@ -1,6 +1,6 @@
 """Selects the layout of the state and a kernel per op, and records the reason of every refusal."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -11,6 +11,7 @@ from torch.fx.node import Argument
 from atomc import kernels
 from atomc.compiler.weight_forms import WeightForms
 from atomc.errors import OptionsError, suggestion
+from atomc.graph.node_record import origins_of
 from atomc.graph.op_call import arguments_of, called_op
 from atomc.graph.provenance import module_path
 from atomc.ops.op import (
@@ -40,6 +41,7 @@ class Selection:
     forms    the forms of weights that are held; None: any
     unfit    (kernel, name of a node) -> why it cannot run it for any number of tokens, as far as it
              is known: the same for all ranges whose graphs are equal
+    common   names of the nodes that the graphs of all ranges have; None: of all nodes
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Selection:
         weights: Mapping[str, str | None] | None = None,
         forms: WeightForms | None = None,
         unfit: dict[tuple[Kernel, str], Refusal | None] | None = None,
+        common: Collection[str] | None = None,
     ):
         self.options, self.platform, self.eager = (
             options,
@@ -63,6 +66,7 @@ class Selection:
         self.weights = weights or {}
         self.forms = WeightForms(platform) if forms is None else forms
         self.unfit = {} if unfit is None else unfit
+        self.common = common
         self.choices: list[KernelChoice] = []
         self.syncing: list[str] = []  # kernels that no CUDA graph can hold
         self.absent: dict[str, Refusal] = {}
@@ -169,6 +173,7 @@ class Selection:
                 node.name,
                 codes,
                 note,
+                [] if self.common is None or node.name in self.common else sorted(origins_of(node)),
             )
         )
 

@@ -171,9 +171,9 @@ def predict(
 
     Raises ValueError naming other sizes of the graph.
     """
-    kernels = {
-        choice.node: choice.chosen for choice in choices if sizes["T"] in Tokens.of(choice.tokens)
-    }
+    here = [choice for choice in choices if sizes["T"] in Tokens.of(choice.tokens)]
+    kernels = {name: choice.chosen for choice in here for name in choice.made_of}
+    kernels |= {choice.node: choice.chosen for choice in here}
     return [_predicted(cost, kernels, platform, sizes, table) for cost in costs]
 
 
@@ -188,7 +188,8 @@ def _predicted(
         evaluated(formula, tuple(sorted({"N": 1, **sizes}.items())))
         for formula in (cost.bytes, cost.flops, cost.sent)
     )
-    kernel = next((kernels[node] for node in cost.nodes if node in kernels), GLUE)
+    names = (*cost.nodes, *cost.made_of)
+    kernel = next((kernels[name] for name in names if name in kernels), GLUE)
     least = work(platform, cost.rate, moved, flops, table)
     if least is not None and platform.link:
         least += sent / platform.link

@@ -85,6 +85,8 @@ class KernelChoice:
     codes     the code (atomc.ops.op.Refusal) of each of these; empty in a report of an older
               version
     note      what the user should know about the chosen kernel
+    made_of   the nodes of the traced graph that it computes, if a pass that runs once per range of
+              token counts made the op
     """
 
     op: str
@@ -95,6 +97,7 @@ class KernelChoice:
     node: str = ""
     codes: list[str] = field(default_factory=list)
     note: str = ""
+    made_of: list[str] = field(default_factory=list)
 
     @property
     def others(self) -> list[tuple[str, str]]:
