@@ -331,6 +331,7 @@ def provider_versions() -> dict[str, Provider]:
         "rocm": lambda: _built_with("ROCm", torch.version.hip),
         "triton": lambda: _package("triton"),
         "aiter": _aiter,
+        "mori": lambda: _package("mori", "amd-mori"),
         "zentorch": _zentorch,
         "fla": lambda: _package("fla", "fla-core"),
         "transformers": lambda: _package("transformers"),

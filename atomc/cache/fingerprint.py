@@ -116,7 +116,7 @@ def _versions() -> dict[str, str]:
         "CUDA": str(torch.version.cuda),
         "ROCm": str(torch.version.hip),
     }
-    others = ("atomc", "triton", "amd-aiter", "zentorch", "fla-core")
+    others = ("atomc", "triton", "amd-aiter", "amd-mori", "zentorch", "fla-core")
     return versions | {name: installed_version(name) or "none" for name in others}
 
 

@@ -11,7 +11,7 @@ from torch.fx.node import Argument
 from atomc import kernels
 from atomc.compiler.weight_forms import WeightForms
 from atomc.errors import OptionsError, suggestion
-from atomc.graph.node_record import origins_of
+from atomc.graph.node_record import origins_of, record_of
 from atomc.graph.op_call import arguments_of, called_op
 from atomc.graph.provenance import module_path
 from atomc.ops.op import (
@@ -222,8 +222,37 @@ class Selection:
         return (
             self.unfit[kernel, node.name]
             or self.forms.refuses(kernel, node)
+            or self._other_half(kernel, node)
             or (None if any_tokens else self._other_tokens(kernel, node))
         )
+
+    def _other_half(self, kernel: Kernel, node: Node) -> Refusal | None:
+        """Unless the provider of this kernel serves the other half of an exchange, too."""
+        op = called_op(node)
+        if Kind.COLLECTIVE not in op.kind:
+            return None
+        if op.half_of is not None:
+            first = _first_half(node)
+            # Lowered before this node, or still a call of its op.
+            provider = record_of(first).kernel
+            if op_of(first.target) and (served := self.first(first)):
+                provider = served.provider
+            if provider == kernel.provider:
+                return None
+            return Refusal(
+                "other", f"it does not serve the other half of the exchange, {first.name}"
+            )
+        for second in _second_halves(node):
+            kernels_of_provider = (
+                other
+                for other in self._ranked(called_op(second))
+                if other.provider == kernel.provider
+            )
+            reasons = [self._unfit(other, second) for other in kernels_of_provider]
+            if None not in reasons:
+                texts = [reason.text for reason in reasons if reason is not None]
+                return Refusal("other", "; ".join([f"it has no {called_op(second).name}", *texts]))
+        return None
 
     def _unfit(self, kernel: Kernel, node: Node) -> Refusal | None:
         """Why this kernel cannot run this node for any number of tokens, or None."""
@@ -295,6 +324,26 @@ class Selection:
                     "Inductor compiles its reference, which it can fuse with other ops",
                 )
         return None
+
+
+def _first_half(node: Node) -> Node:
+    """The call whose result this second half of an exchange gets."""
+    half_of = called_op(node).half_of
+    assert half_of is not None
+    result = arguments_of(node)[half_of]
+    assert isinstance(result, Node)
+    [first] = result.all_input_nodes
+    return first
+
+
+def _second_halves(node: Node) -> list[Node]:
+    """The calls that get a result of this one as the first half of an exchange."""
+    readers = [reader for result in node.users for reader in result.users]
+    return [
+        reader
+        for reader in dict.fromkeys(readers)
+        if (op := op_of(reader.target)) and op.half_of and _first_half(reader) is node
+    ]
 
 
 def _spelled(refused: Sequence[tuple[str, Refusal]]) -> list[tuple[str, str]]:

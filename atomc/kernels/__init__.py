@@ -16,7 +16,7 @@ from atomc.ops.op import REGISTRY
 from atomc.options import Options
 from atomc.trusted_folder import trusted_folder
 
-PROVIDERS = ("aiter", "triton", "cuda", "zentorch", "onednn", "fla", "torch")
+PROVIDERS = ("aiter", "mori", "triton", "cuda", "zentorch", "onednn", "fla", "torch")
 INVARIANT = "invariant"  # only where Options(batch_invariant=True) asks for it
 
 # Those whose every launch is one of Triton, of Inductor or of an op of PyTorch.

@@ -291,6 +291,9 @@ class Op:
     linear: "Callable[[Arguments], Op] | None" = None
     # Of collectives: the bytes that each process sends.
     sent: SentRule | None = None
+    # The parameter that gets a result of another op: the two are halves of one exchange, so that
+    # one provider serves both.
+    half_of: str | None = None
     name: str = field(init=False)
     signature: inspect.Signature = field(init=False)
     overload: torch._ops.OpOverload = field(init=False)
@@ -328,6 +331,7 @@ class Op:
         weights = weight.values() if isinstance(weight, Mapping) else [weight] if weight else []
         named = {
             self.rows,
+            self.half_of,
             self.state and self.state.handle,
             *(name for stored_weight in weights for name in stored_weight.stored),
         }

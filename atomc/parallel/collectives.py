@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from atomc import ops
 
-# Buffers of modules: which columns of its input this rank reads; the row of each expert, and its
-# row and its rank.
+# Buffers of modules: which columns of its input this rank reads; the row of each expert; and what
+# ops.dispatch_tokens calls places.
 COLUMNS, EXPERT_MAP, EXPERT_PLACES = "columns_of_rank", "expert_map", "expert_places"
 Args = tuple[Any, ...]  # of a module
 
@@ -67,7 +67,7 @@ class TokensOfRanks:
         x, ids, weights, *others = args
         places = module.get_buffer(EXPERT_PLACES)
         sent = ops.dispatch_tokens(x, ids, weights, places, self.nowhere, self.size, self.group)
-        return *sent, *others
+        return *sent[:3], *others
 
 
 @dataclass(frozen=True)
@@ -80,4 +80,5 @@ class ResultsOfRanks:
     group: str
 
     def __call__(self, module: nn.Module, args: Args, partial: Tensor) -> Tensor:
-        return ops.combine_tokens(partial, self.size, self.group)
+        _, ids, *_ = args  # as TokensOfRanks gave them
+        return ops.combine_tokens(partial, ids, self.size, self.group)

@@ -321,7 +321,10 @@ class Sharding:
             module.register_buffer(EXPERT_MAP, rows.to(_device(module)), persistent=False)
             module.register_forward_pre_hook(ExpertsOfRank(nowhere))
             return
-        places = torch.stack((rows, owners))
+        # Among the experts of a rank, in the order of their ids.
+        numbers = torch.empty_like(owners)
+        numbers[owners.argsort(stable=True)] = torch.arange(len(owners))
+        places = torch.stack((rows, numbers))
         module.register_buffer(EXPERT_PLACES, places.to(_device(module)), persistent=False)
         module.register_forward_pre_hook(TokensOfRanks(nowhere, size, group))
         module.register_forward_hook(ResultsOfRanks(size, group))

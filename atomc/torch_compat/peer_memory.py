@@ -100,24 +100,24 @@ def share(group: ProcessGroup, device: torch.device) -> None:
     if not 2 <= size <= MAX_RANKS:
         _refused[name] = f"it has {size} ranks: written for 2 to {MAX_RANKS}"
         return
-    hosts = _gathered(socket.gethostname(), group)
+    hosts = gathered(socket.gethostname(), group)
     if len(set(hosts)) > 1:
         _refused[name] = "its ranks run on several hosts"
         return
     with torch.cuda.device(device):
         buffer = new_buffer(size, device)
         torch.cuda.synchronize()
-        handle, why = _attempt(lambda: _exported(buffer))
-        handles = _gathered(handle, group)
-        buffers, failure = _attempt(
+        handle, why = attempt(lambda: _exported(buffer))
+        handles = gathered(handle, group)
+        buffers, failure = attempt(
             lambda: [
                 buffer if peer == rank else _opened(handles[peer], buffer) for peer in range(size)
             ]
         )
         why = why or failure
-        if not any(_gathered(why, group)) and buffers is not None:
+        if not any(gathered(why, group)) and buffers is not None:
             why = _tried(buffers, rank, group)
-        reasons = [each for each in _gathered(why, group) if each]
+        reasons = [each for each in gathered(why, group) if each]
         if reasons or buffers is None:
             _refused[name] = f"its ranks cannot write each other's memory: {reasons[0]}"
             return
@@ -127,13 +127,14 @@ def share(group: ProcessGroup, device: torch.device) -> None:
     _shared[name] = _Shared(group, PeerMemory(rank, buffers, halves, aborted))
 
 
-def _gathered(value: T, group: ProcessGroup) -> list[T]:
+def gathered(value: T, group: ProcessGroup) -> list[T]:
+    """The value of each rank of the group, all of which call this."""
     values = [value] * group.size()
     distributed.all_gather_object(values, value, group=group)
     return values
 
 
-def _attempt(call: Callable[[], T]) -> tuple[T | None, str]:
+def attempt(call: Callable[[], T]) -> tuple[T | None, str]:
     """The result and "", or None and why there is none: the other ranks wait for this one."""
     try:
         return call(), ""
@@ -175,11 +176,11 @@ def _tried(buffers: Sequence[Tensor], rank: int, group: ProcessGroup) -> str:
         torch.cuda.synchronize()
         return got
 
-    _, why = _attempt(sent)
-    if any(_gathered(why, group)):
+    _, why = attempt(sent)
+    if any(gathered(why, group)):
         return why
-    got, why = _attempt(received)
-    _gathered(why, group)  # no rank writes before all have cleared what they received
+    got, why = attempt(received)
+    gathered(why, group)  # no rank writes before all have cleared what they received
     return why or ("" if got == list(range(len(buffers))) else f"received {got}")
 
 
@@ -189,6 +190,11 @@ def of(name: str) -> PeerMemory:
         reason = _refused.get(name, "it was not asked for")
         raise ValueError(f"process group {name!r} has no memory of all ranks: {reason}")
     return _shared[name].memory
+
+
+def note(name: str, reason: str) -> None:
+    """Of a group whose ranks another library connects: why it cannot, or ""."""
+    _refused[name] = reason
 
 
 def reasons() -> tuple[tuple[str, str], ...]:

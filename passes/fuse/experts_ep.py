@@ -35,8 +35,8 @@ def _pattern(
     **gate: Unpack[Gate],
 ) -> Tensor:
     tokens = ops.dispatch_tokens(x, ids, weights, places, nowhere, ranks, process_group)
-    partial = ops.moe_experts(*tokens, w13, w2, b13, b2, **gate)
-    return ops.combine_tokens(partial, ranks, process_group)
+    partial = ops.moe_experts(*tokens[:3], w13, w2, b13, b2, **gate)
+    return ops.combine_tokens(partial, tokens[1], ranks, process_group)
 
 
 def _attrs(w13: Tensor, ranks: int, **_: object) -> dict[str, str | int]:

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from atomc.errors import first_line
 from atomc.kernels.aiter.collective import groups as aiter_groups
+from atomc.kernels.mori import exchange as mori_exchange
 from atomc.options import Options
 from atomc.parallel.process_group import PipelineStage, Place, TensorParallel
 from atomc.runtime.config import EngineConfig
@@ -86,6 +87,8 @@ def join(store: Store, rank: int, device: torch.device, config: EngineConfig) ->
     )
     if config.data_ranks > 1:
         assert distributed.group.WORLD is not None
+        if _on_rocm() and _is_wanted("mori", config):
+            mori_exchange.connect(distributed.group.WORLD)
         return Place(experts=TensorParallel.of(distributed.group.WORLD))
     index, part = divmod(rank, tp)
     stage = None if pp == 1 else PipelineStage(index, tuple(range(part, pp * tp, tp)))
@@ -101,7 +104,7 @@ def _stage_group(config: EngineConfig, device: torch.device) -> ProcessGroup:
     its. All ranks call this, since they create the groups of all stages.
     """
     tp, pp = config.tp, config.pp
-    if _on_rocm() and "aiter" in (Options.of(config.options).providers or ("aiter",)):
+    if _on_rocm() and _is_wanted("aiter", config):
         of_aiter = aiter_groups.stage_group(tp, pp, device.index or 0)
         if of_aiter is not None:
             return of_aiter
@@ -114,6 +117,10 @@ def _stage_group(config: EngineConfig, device: torch.device) -> ProcessGroup:
     group = groups[distributed.get_rank() // tp]
     assert group is not None
     return group
+
+
+def _is_wanted(provider: str, config: EngineConfig) -> bool:
+    return provider in (Options.of(config.options).providers or (provider,))
 
 
 def _on_rocm() -> bool:
@@ -158,6 +165,7 @@ def leave() -> None:
         return
     peer_memory.forget()
     if _on_rocm():
+        mori_exchange.disconnect()
         aiter_groups.leave()
     if distributed.is_initialized():
         distributed.destroy_process_group()

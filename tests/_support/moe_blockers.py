@@ -89,15 +89,15 @@ def of_ranks(after: Change = same, read: bool = False) -> Callable[..., Any]:
         x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, w13: Tensor, w2: Tensor
     ) -> Any:
         tokens = ops.dispatch_tokens(x, ids, weights, places, -1, 2, PAIR)
-        y = ops.moe_experts(*tokens, w13, w2)
-        out = ops.combine_tokens(after(y), 2, PAIR)
+        y = ops.moe_experts(*tokens[:3], w13, w2)
+        out = ops.combine_tokens(after(y), tokens[1], 2, PAIR)
         return (out, y.abs()) if read else out
 
     return function
 
 
 PAIR = fake_group(2)
-PLACES = torch.stack((torch.arange(2 * E) % E, torch.arange(2 * E) // E))
+PLACES = torch.stack((torch.arange(2 * E) % E, torch.arange(2 * E)))
 OF_RANKS = *EXPERTS[:3], PLACES, *EXPERTS[3:]
 NO_EPS = "n/a: it has no eps"
 READ_TOO = "(the graph returns it|also reads it)"

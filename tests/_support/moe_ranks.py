@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mori_stand_in
+import pytest
 import torch
 from bench_script import loaded
 from kernel_cases import experts
@@ -179,7 +180,7 @@ def run(rank: int, folder: Path, cases: list[Case], interpreted: bool) -> None:
         round_to_nearest()
         check_bounds()
         patch_once_a_launch()
-    mori_stand_in.install()
+    mori_stand_in.install(pytest.MonkeyPatch())
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

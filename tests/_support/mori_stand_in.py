@@ -4,11 +4,15 @@
 
 import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed
+
+from atomc.kernels.mori import exchange
 
 CONNECTED: set[str] = set()
 
@@ -25,6 +29,7 @@ class EpDispatchCombineConfig:
     max_num_inp_token_per_rank: int
     num_experts_per_rank: int
     num_experts_per_token: int
+    gpu_per_node: int
 
 
 def gathered(item: Any) -> list[Any]:
@@ -109,14 +114,25 @@ def shmem_torch_process_group_init(group_name: str) -> int:
     return 0
 
 
+def shmem_finalize() -> int:
+    CONNECTED.clear()
+    return 0
+
+
 def modules() -> dict[str, ModuleType]:
     """What imports are to find, by name."""
     made: dict[str, Any] = {name: ModuleType(name) for name in ("mori", "mori.ops", "mori.shmem")}
+    made["mori"].__spec__ = ModuleSpec("mori", None)
     made["mori.ops"].EpDispatchCombineConfig = EpDispatchCombineConfig
     made["mori.ops"].EpDispatchCombineOp = EpDispatchCombineOp
+    made["mori.shmem"].shmem_finalize = shmem_finalize
     made["mori.shmem"].shmem_torch_process_group_init = shmem_torch_process_group_init
     return made
 
 
-def install() -> None:
-    sys.modules.update(modules())
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports find the stand-in, and no group is connected."""
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(exchange, "missing", lambda: None)
+    monkeypatch.setattr(exchange, "_exchanges", {})

@@ -213,7 +213,7 @@ def test_one_broken_library_is_reported_and_hides_no_other(monkeypatch):
     providers = provider_versions()
     assert providers["triton"].found is False
     assert "triton could not be probed: ValueError" in providers["triton"].reason
-    libraries = {"triton", "aiter", "zentorch", "fla", "transformers"}
+    libraries = {"triton", "aiter", "mori", "zentorch", "fla", "transformers"}
     assert set(providers) == {"cuda", "rocm", *libraries, "c++"}
 
 

@@ -393,7 +393,7 @@ def test_a_cache_of_another_dtype_is_refused(kernel: ops.Kernel) -> None:
 def test_an_unknown_provider_is_told_the_known_ones() -> None:
     assert (
         kernels.load("magic")
-        == "provider 'magic' is not one of ours (aiter, triton, cuda, zentorch, onednn, fla, torch)"
+        == "provider 'magic' is not one of ours (aiter, mori, triton, cuda, zentorch, onednn, fla, torch)"
     )
 
 

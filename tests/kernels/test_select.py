@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_group import fake_group
 from torch import Tensor, nn
 
 import atomc
@@ -452,3 +453,36 @@ def test_numbers_of_tokens_are_spelled_and_wrong_ones_refused() -> None:
         TypeError, match=r"kernel of linear: tokens is \(1, 8\), expected atomc.ops.Tokens"
     ):
         ops.linear.kernel("mine", tokens=(1, 8))
+
+
+def exchanged(x: Tensor, ids: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    tokens, local, *_ = ops.dispatch_tokens(x, ids, weights, places, 2, 2, fake_group(2))
+    return ops.combine_tokens(tokens * 2, local, 2, fake_group(2))
+
+
+def test_one_provider_serves_both_halves_of_an_exchange() -> None:
+    def only_wide(platform: Platform, partial: Tensor) -> str | None:
+        return None if partial.shape[1] == 8 else "written for 8"
+
+    def providers(width: int) -> dict[str, tuple[str, list[tuple[str, str]]]]:
+        x, ids = torch.randn(3, width), torch.zeros(3, 2, dtype=torch.int64)
+        options = {"providers": ("first", "both", "second")}
+        report = atomc.explain(exchanged, x, ids, torch.rand(3, 2), ids[:2], options=options)
+        return {choice.op: (choice.chosen, choice.refused) for choice in report.kernels}
+
+    with (
+        registered(ops.dispatch_tokens, "first", lambda: None),
+        registered(ops.dispatch_tokens, "both", lambda: None),
+        registered(ops.combine_tokens, "both", lambda: None, refuses=only_wide),
+        registered(ops.combine_tokens, "second", lambda: None),
+    ):
+        wide, narrow = providers(8), providers(4)
+    alone = ("first", "it has no combine_tokens")
+    assert wide["dispatch_tokens"] == ("both", [alone])
+    assert wide["combine_tokens"] == ("both", [])
+    other = "it does not serve the other half of the exchange, dispatch_tokens"
+    assert narrow["dispatch_tokens"] == (
+        "inline",
+        [alone, ("both", "it has no combine_tokens; written for 8")],
+    )
+    assert narrow["combine_tokens"] == ("inline", [("both", "written for 8"), ("second", other)])

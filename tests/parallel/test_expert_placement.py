@@ -217,8 +217,11 @@ def assert_mapped(model: nn.Module, prefix: str, index: int) -> None:
     ):
         buffers = dict(model.get_submodule(prefix + path).named_buffers())
         if EXPERT_PLACES in buffers:
-            rows, owners = buffers[EXPERT_PLACES].tolist()
-            assert owners == list(ranks)
+            rows, numbers = buffers[EXPERT_PLACES].tolist()
+            assert [number // 2 for number in numbers] == list(ranks)
+            assert [numbers[expert] - 2 * index for expert in own] == [
+                rows[expert] for expert in own
+            ]
         else:
             rows = buffers[EXPERT_MAP].tolist()
         assert [rows.index(row) for row in range(2)] == own

@@ -287,7 +287,7 @@ def shared_by_ranks(draw: Draw, **given: Any) -> dict[str, Any]:
     held = len(made["w13"])
     rows = draw.ints([(3 + e) % held for e in range(held)])
     group = {"ranks": 1, "process_group": one_process_group()}
-    return made | group | {"places": torch.stack((rows, torch.zeros_like(rows))), "nowhere": held}
+    return made | group | {"places": torch.stack((rows, rows)), "nowhere": held}
 
 
 def dispatched(draw: Draw, **given: Any) -> dict[str, Any]:
@@ -302,10 +302,14 @@ DISPATCH_TOKENS: Cases = {
     "int64 ids": lambda draw: (made := dispatched(draw)) | {"ids": made["ids"].to(torch.int64)},
     "rounded weights": partial(dispatched, rounded=True),
     "packed rows": lambda draw: dispatched(draw) | {"x": draw.packed(T, H)[1]},
+    "codes with scales": lambda draw: (
+        dispatched(draw) | {"x": draw.normal(T, H).to(E4M3), "x_scale": scale_of(draw, T, 1)}
+    ),
 }
 COMBINE_TOKENS: Cases = {
     name: lambda draw, tokens=tokens: {
         "partial": draw.normal(tokens, H),
+        "ids": draw.below(2, tokens, 2),
         "ranks": 1,
         "process_group": one_process_group(),
     }

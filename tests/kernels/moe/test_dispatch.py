@@ -22,7 +22,7 @@ def test_choices_of_experts_elsewhere_have_no_weight_and_others_a_row_of_this_pr
     ids = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)
     weights = torch.tensor([[0.75, 0.25], [0.5, 0.125]])
     places = torch.tensor([[1, NOWHERE, NOWHERE, 0], [0, 1, 1, 0]])
-    tokens, rows, kept = ops.dispatch_tokens(x, ids, weights, places, NOWHERE, 2, fake_group(2))
+    tokens, rows, kept, _ = ops.dispatch_tokens(x, ids, weights, places, NOWHERE, 2, fake_group(2))
     assert torch.equal(tokens, torch.cat((x, x)))
     assert rows.tolist() == [[1, NOWHERE], [0, NOWHERE]] * 2
     assert kept.tolist() == [[0.75, 0.0], [0.5, 0.0]] * 2
@@ -36,7 +36,7 @@ def test_ids_that_no_router_wrote_are_looked_up_without_an_error() -> None:
     # map ends a process on a GPU.
     x, weights, group = torch.randn(2, 5), torch.rand(2, 2), fake_group(2)
     places = torch.tensor([[1, NOWHERE, NOWHERE, 0], [0, 1, 1, 0]])
-    _, rows, _ = ops.dispatch_tokens(x, WILD, weights, places, NOWHERE, 2, group)
+    _, rows, *_ = ops.dispatch_tokens(x, WILD, weights, places, NOWHERE, 2, group)
     assert set(rows.flatten().tolist()) <= {0, 1, NOWHERE}
 
     module = nn.Module()

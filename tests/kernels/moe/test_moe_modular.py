@@ -105,8 +105,7 @@ def a_process_group() -> None:
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer_stand_in.install(monkeypatch)
-    for name, module in mori_stand_in.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    mori_stand_in.install(monkeypatch)
 
 
 class Call:

@@ -1,0 +1,193 @@
+"""Ranks that each have some of the experts, compiled for gfx950 with the stand-ins of MORI and of
+AITER, for test_aiter_mori.py: each leaves what it saw in a file.
+"""
+
+import traceback
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mori_stand_in
+import pytest
+import stand_ins
+import torch
+from kernel_cases.draw import Draw
+from kernel_cases.experts import fp8, fp8_block, full
+from tiny_experts import random_model
+from torch import Tensor, distributed, nn
+
+import atomc
+from atomc import ops
+from atomc.backend import compile_graph
+from atomc.kernels.mori import exchange
+from atomc.ops import GroupStep, Step
+from atomc.options import Options
+from atomc.parallel.process_group import TensorParallel
+from atomc.parallel.sharding import Sharding
+from atomc.platform import Platform
+from atomc.program import compile_model
+from atomc.torch_compat import peer_memory
+
+HERE = replace(Platform.named("gfx950"), device="cpu", here=True)
+RANKS, EXPERTS, NOWHERE = 2, 6, -1
+OWNERS = torch.tensor([0, 1, 1, 0, 0, 1])
+SIZES: dict[str, Any] = {"hidden": 128, "inner": 256, "experts": EXPERTS}
+SCHEMES = {"none": full, "fp8": fp8, "fp8_block": fp8_block}
+
+
+# Of a model that the runtime compiles.
+SERVED = (None, "fp8_per_token", "fp8_block")
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 128}
+TOKENS, BLOCK = 3, 16
+
+
+class Case(NamedTuple):
+    """tokens  of each rank
+    chosen  the experts that tokens may choose, or None: all
+    """
+
+    tokens: int
+    scheme: str = "none"
+    chosen: tuple[int, ...] | None = None
+
+
+CASES = [
+    *(Case(tokens) for tokens in (17, 5, 1, 0)),
+    Case(5, chosen=(1, 2)),  # all tokens travel to the second rank
+    Case(3, chosen=(0, 4)),
+    *(Case(tokens, scheme) for tokens in (7, 1) for scheme in ("fp8", "fp8_block")),
+]
+
+
+def operands(case: Case) -> dict[str, Any]:
+    """Of all ranks and all experts: the arguments of the op of the scheme, with x in bf16."""
+    values = SCHEMES[case.scheme](Draw(torch.bfloat16), tokens=RANKS * case.tokens, **SIZES)
+    values["x"] = Draw(torch.bfloat16).normal(RANKS * case.tokens, SIZES["hidden"])
+    if case.chosen is not None:
+        values["ids"] = torch.tensor(case.chosen, dtype=torch.int32)[
+            values["ids"] % len(case.chosen)
+        ]
+    return values
+
+
+def places(rank: int) -> Tensor:
+    """Those of dispatch_tokens."""
+    own = torch.full_like(OWNERS, NOWHERE)
+    own[rank == OWNERS] = torch.arange(int((rank == OWNERS).sum()))
+    return torch.stack((own, OWNERS.argsort(stable=True).argsort()))
+
+
+class Layer(nn.Module):
+    """The experts of one rank, between the ops that send."""
+
+    def __init__(self, scheme: str, rank: int, group: str, values: dict[str, Any]) -> None:
+        super().__init__()
+        self.scheme, self.group = scheme, group
+        self.register_buffer("places", places(rank))
+        for name in ("w13", "w13_scale", "w2", "w2_scale"):
+            stored = values[name][rank == OWNERS] if name in values else None
+            self.register_parameter(
+                name, None if stored is None else nn.Parameter(stored, requires_grad=False)
+            )
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        places = self.get_buffer("places")
+        tokens, ids, weights, _ = ops.dispatch_tokens(
+            x, ids, weights, places, NOWHERE, RANKS, self.group
+        )
+        results = experts(self.scheme, tokens, ids, weights, **dict(self.named_parameters()))
+        return ops.combine_tokens(results, ids, RANKS, self.group)
+
+
+def experts(scheme: str, x: Tensor, ids: Tensor, weights: Tensor, **stored: Tensor) -> Tensor:
+    if scheme == "none":
+        return ops.moe_experts(x, ids, weights, **stored)
+    if scheme == "fp8":
+        codes, scale, block = *ops.quant_fp8_per_token(x), 0
+    else:
+        codes, scale, block = *ops.quant_fp8_group(x), 128
+    return ops.moe_experts_fp8(codes, scale, ids, weights, out_dtype=x.dtype, block=block, **stored)
+
+
+def result(case: Case, rank: int, group: str) -> tuple[Tensor, dict[str, str]]:
+    """Of the tokens of this rank, and who served each op."""
+    values = operands(case)
+    own = slice(rank * case.tokens, (rank + 1) * case.tokens)
+    layer = Layer(case.scheme, rank, group, values)
+    options = Options.of({"glue": "eager", "strict": True})
+    here = replace(HERE, peer_groups=peer_memory.reasons())
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        layer, backend=partial(compile_graph, options=options, platform=here), dynamic=False
+    )
+    with torch.no_grad():
+        out = compiled(*(values[name][own] for name in ("x", "ids", "weights")))
+    return out, {choice.op: choice.chosen for choice in atomc.reports()[-1].kernels}
+
+
+def served(scheme: str | None, place: TensorParallel | None) -> tuple[Tensor, dict[str, str]]:
+    """Logits of a Qwen3-MoE that the runtime compiles, whole, or with the experts of a rank; and who
+    served each op. The second rank has no tokens, and computes padding.
+    """
+    # Of a second layer, rounding another sum gives other codes.
+    layers = 2 if scheme is None else 1
+    model = random_model("qwen3_moe", torch.bfloat16, **WIDE, num_hidden_layers=layers)
+    if scheme is not None:
+        atomc.quantize(model, scheme)
+    if place is not None:
+        sharding = Sharding.of_experts(model, place)
+        sharding.cut()
+        sharding.connect()
+    providers = ("aiter", "mori", "torch")
+    options = {"glue": "eager", "cache": False, "strict": True, "providers": providers}
+    here = replace(HERE, peer_groups=peer_memory.reasons())
+    program = compile_model(model, options, platform=here, owned=True)
+    program.bind([spec.allocate(TOKENS, BLOCK, "cpu") for spec in program.specs])
+    rows = torch.arange(TOKENS)
+    idle = place is not None and place.rank > 0
+    step = Step(
+        0 * rows if idle else 3 + 7 * rows,
+        0 * rows,
+        torch.arange(TOKENS + 1, dtype=torch.int32) * (not idle),
+        torch.full((TOKENS,), int(not idle), dtype=torch.int32),
+        rows,
+        (GroupStep(rows * 0 - 1 if idle else rows * BLOCK, rows.int().unsqueeze(1)),),
+        0 * rows,
+    )
+    with torch.no_grad():
+        return program(step), {choice.op: choice.chosen for choice in program.report.kernels}
+
+
+def run(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    seen: dict[str, Any] = {}
+    monkeypatch = pytest.MonkeyPatch()
+    mori_stand_in.install(monkeypatch)
+    store = distributed.FileStore(str(folder / "store"), RANKS)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    group = distributed.group.WORLD
+    assert group is not None
+    with stand_ins.installed("gfx950") as called:
+        with pytest.MonkeyPatch.context() as lacking:
+            lacking.setattr(exchange, "missing", lambda: "not installed" if rank else None)
+            exchange.connect(group)
+        seen["why not"] = dict(peer_memory.reasons())[group.group_name]
+        cases: list[tuple[str, Case]] = [("without", CASES[1])]
+        cases += [(str(case), case) for case in CASES]
+        for name, case in cases:
+            if name != "without":
+                exchange.connect(group)
+            try:
+                seen[name] = result(case, rank, group.group_name)
+            except Exception:
+                seen[name] = traceback.format_exc()
+        for scheme in SERVED:
+            called.clear()
+            try:
+                place = TensorParallel.of(group)
+                seen[str(scheme)] = *served(scheme, place), {*called}
+            except Exception:
+                seen[str(scheme)] = traceback.format_exc()
+    torch.save(seen, folder / f"{rank}.pt")
+    distributed.destroy_process_group()
