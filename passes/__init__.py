@@ -28,7 +28,6 @@ from atomc.passes.fuse import (
     allreduce_norm_quant,
     bmm_kv_write,
     conv_delta_rule,
-    experts_ep,
     kv_write,
     linear_gated,
     linear_route,
@@ -153,7 +152,6 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("tidy_transposes", cleanup.tidy, after=["rope_before_transpose"], cleanup=True),
     rewriting(linear_route.LINEAR_TOPK_ROUTE, after=["topk_route"], off_by_default=True),
     Pass("linear_fp32", linear_fp32.linear_fp32, after=["linear_topk_route"], by_site=True),
-    rewriting(experts_ep.MOE_EXPERTS_EP, after=["moe_experts"], off_by_default=True),
     # Merge: linear layers with one input become one.
     Pass(
         "shared_expert",

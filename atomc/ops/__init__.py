@@ -11,7 +11,7 @@ from atomc.ops.conv import causal_conv1d, causal_conv1d_update, conv_state
 from atomc.ops.conv_delta_rule import conv_gated_delta_rule_update
 from atomc.ops.delta_gates import delta_gates
 from atomc.ops.delta_rule import delta_state, gated_delta_rule, gated_delta_rule_update
-from atomc.ops.dispatch import combine_tokens, dispatch_tokens, moe_experts_ep
+from atomc.ops.dispatch import combine_tokens, dispatch_tokens
 from atomc.ops.expert_load import count_experts
 from atomc.ops.experts import moe_experts
 from atomc.ops.indexer import chosen_mask, index_topk, index_write, indexer_state, paged_index_topk
@@ -135,7 +135,6 @@ __all__ = [
     "mla_paged_attention",
     "mla_rope_kv_write",
     "moe_experts",
-    "moe_experts_ep",
     "moe_experts_fp8",
     "moe_experts_int8",
     "moe_experts_mxfp4",

@@ -5,24 +5,17 @@ T tokens of a process, the same number on each; N processes; k experts of a toke
 width of the model. process_group: as in atomc.ops.collective.
 """
 
-from typing import Unpack
-
 import torch
 from torch import Tensor
 
-from atomc.ops.experts import Gate, moe_experts
-from atomc.ops.linear import linear
 from atomc.ops.op import op
 from atomc.ops.op_cost import (
     Formula,
     OpCall,
     Operand,
-    Work,
     bytes_of,
-    experts_among,
     sent_to_gather,
 )
-from atomc.ops.op_shapes import shape_of_x
 from atomc.ops.op_traits import Kind
 
 functional = torch.ops._c10d_functional
@@ -112,48 +105,3 @@ def combine_tokens(partial: Tensor, ids: Tensor, ranks: int, process_group: str)
     summed = functional.reduce_scatter_tensor(partial.contiguous(), "sum", ranks, process_group)
     waited: Tensor = functional.wait_tensor(summed)
     return waited
-
-
-def _cost_of_experts(call: OpCall) -> Work:
-    ranks = call.arguments["ranks"]
-    return experts_among(call, ranks * call["w2"].shape[0], ranks * call["x"].shape[0])
-
-
-def _sent_by_experts(call: OpCall, processes: Formula) -> Formula:
-    back = (processes - 1) * call["x"].bytes
-    return _sent_by_dispatch(call, processes) + back
-
-
-@op(
-    kind=Kind.COLLECTIVE | Kind.EXPERTS,
-    rows="x",
-    cost=_cost_of_experts,
-    shape=shape_of_x,
-    linear=lambda _: linear,
-    sent=_sent_by_experts,
-)
-def moe_experts_ep(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    places: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    nowhere: int,
-    ranks: int,
-    process_group: str,
-    **gate: Unpack[Gate],
-) -> Tensor:
-    """moe_experts with the experts of all processes, for the tokens of this one: x [T, H] ->
-    [T, H] in x.dtype. Each process rounds its sum for a token to x.dtype before the sums are added.
-
-    ids, weights  [T, k] int32 or int64, ids of all experts, and any float dtype
-    w13, w2, b13, b2  of the experts of this process, as in moe_experts
-    places, nowhere, ranks  as in dispatch_tokens
-    """
-    tokens = dispatch_tokens.reference(x, ids, weights, places, nowhere, ranks, process_group)
-    partial = moe_experts.reference(*tokens[:3], w13, w2, b13, b2, **gate)
-    return combine_tokens.reference(partial, tokens[1], ranks, process_group)

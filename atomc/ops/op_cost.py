@@ -123,21 +123,9 @@ def experts(call: OpCall) -> Work:
     the rows of `ids` [T, k] that choose one of them; a width without its codes is that of the
     activations.
     """
-    return experts_among(call, call.experts, call["ids"].shape[0])
-
-
-def is_of_experts(name: str) -> bool:
-    """Whether a parameter is a weight, scale or bias of all experts, [E, ...]."""
-    return name.startswith(("w13", "w2", "b13", "b2"))
-
-
-def experts_among(call: OpCall, among: "Formula | None", tokens: Formula) -> Work:
-    """As `experts`, for so many tokens that choose among so many experts, of which the weights have
-    some; None: all.
-    """
     ids, w13, w2 = call["ids"], call["w13"], call["w2"]
-    count, hidden, chosen = w2.shape[0], w2.shape[1], ids.shape[1]
-    among = count if among is None else among
+    (tokens, chosen), (count, hidden) = ids.shape, w2.shape[:2]
+    among = count if call.experts is None else call.experts
     share = 1 if among == count else count / among
     operands = {name: x for name, x in call.arguments.items() if isinstance(x, Operand)}
     weights = [x for name, x in operands.items() if is_of_experts(name)]
@@ -146,6 +134,11 @@ def experts_among(call: OpCall, among: "Formula | None", tokens: Formula) -> Wor
     moved = bytes_of([*rows, *call.results]) + hit * bytes_of(weights) / count
     inner = w13.shape[1] / 2
     return moved, 2 * tokens * chosen * share * 3 * hidden * inner
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a parameter is a weight, scale or bias of all experts, [E, ...]."""
+    return name.startswith(("w13", "w2", "b13", "b2"))
 
 
 def lookup(call: OpCall) -> Work:

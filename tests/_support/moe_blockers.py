@@ -5,10 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fake_group import fake_group
 from torch import Tensor
-
-from atomc import ops
 
 # T tokens, E experts, K of each token, D width of the model, I width of an expert.
 T, E, K, D, I = 6, 8, 3, 16, 24  # noqa: E741
@@ -82,23 +79,6 @@ def routed_linear(
     return function
 
 
-def of_ranks(after: Change = same, read: bool = False) -> Callable[..., Any]:
-    """Experts of two processes."""
-
-    def function(
-        x: Tensor, ids: Tensor, weights: Tensor, places: Tensor, w13: Tensor, w2: Tensor
-    ) -> Any:
-        tokens = ops.dispatch_tokens(x, ids, weights, places, -1, 2, PAIR)
-        y = ops.moe_experts(*tokens[:3], w13, w2)
-        out = ops.combine_tokens(after(y), tokens[1], 2, PAIR)
-        return (out, y.abs()) if read else out
-
-    return function
-
-
-PAIR = fake_group(2)
-PLACES = torch.stack((torch.arange(2 * E) % E, torch.arange(2 * E)))
-OF_RANKS = *EXPERTS[:3], PLACES, *EXPERTS[3:]
 NO_EPS = "n/a: it has no eps"
 READ_TOO = "(the graph returns it|also reads it)"
 MOVED = r"^to\(dtype=.*, device=meta\).* in between"
@@ -161,25 +141,5 @@ MOE_ROWS: dict[str, dict[str, Any]] = {
             "topk_route reading linear.* directly", "^cast.* in between"),
         "operand order": "n/a: the operands of F.linear have one order",
         "missing cast": "n/a: F.linear takes operands of one dtype",
-    },
-    "moe_experts_ep": {
-        "extra user": (
-            of_ranks(read=True), OF_RANKS, "extra user", "no other reader of moe_experts", READ_TOO),
-        "mutation": (
-            of_ranks(after=doubled_in_place), OF_RANKS, "extra op",
-            "combine_tokens.* reading moe_experts.* directly", r"^mul.* in between"),
-        "view that changes meaning": (
-            of_ranks(after=lambda y: y.t().reshape(y.shape)), OF_RANKS, "extra op",
-            "combine_tokens.* reading moe_experts.* directly", "in between"),
-        "device": (
-            of_ranks(after=to_meta), OF_RANKS, "extra op", "combine_tokens.* reading moe_experts.* directly",
-            MOVED),
-        "eps differs": NO_EPS,
-        "not the last dim": "n/a: it has no dimension",
-        "dtype promotion": (
-            of_ranks(after=Tensor.float), OF_RANKS, "extra op", "combine_tokens.* reading moe_experts.* directly",
-            "float32"),
-        "operand order": "n/a: the operands of the three ops have one order",
-        "missing cast": "n/a: the three ops take what they get",
     },
 }  # fmt: skip

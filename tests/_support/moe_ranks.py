@@ -16,7 +16,7 @@ from kernel_cases import experts
 from kernel_cases.draw import Draw
 from torch import Tensor, distributed
 
-from atomc import kernels, ops
+from atomc import ops
 from atomc.kernels.moe import (
     SCHEMES,
     AllToAll,
@@ -31,7 +31,7 @@ from atomc.kernels.moe import (
 
 EXPERTS = loaded("moe_parts").EXPERTS
 RANKS = 2
-OP = "the op"
+OPS = "the ops"
 MOST_TOKENS = 9
 # Row of an expert in the weights of each rank: in turn, by halves, and unequal numbers.
 MAPS = {
@@ -102,30 +102,25 @@ def inputs(case: Case) -> Inputs:
     return Inputs(x, made["ids"], made["weights"], of_experts, config)
 
 
-def of_op(case: Case, rank: int, given: Inputs, held: ExpertWeights) -> Tensor:
-    """By the op moe_experts_ep: its reference, or the kernel of a provider."""
+def of_ops(case: Case, rank: int, given: Inputs, held: ExpertWeights) -> Tensor:
+    """By the references of the ops that send, and of experts."""
     maps = torch.tensor(MAPS[case.experts_of_ranks])
     nowhere = len(maps[0])
     rows = maps[rank].masked_fill(maps[rank] < 0, nowhere)
     group = distributed.group.WORLD
     assert group is not None
-    kernels = {kernel.provider: kernel.function for kernel in ops.moe_experts_ep.kernels}
     own = given.of(case, rank)
-    found = kernels.get(case.experts, ops.moe_experts_ep.reference)(
+    x, ids, weights, _ = ops.dispatch_tokens.reference(
         given.x[own],
         given.ids[own],
         given.weights[own],
-        torch.stack((rows, (maps >= 0).int().argmax(0))),
-        held.w13,
-        held.w2,
-        held.b13,
-        held.b2,
-        nowhere=nowhere,
-        ranks=RANKS,
-        process_group=group.group_name,
+        torch.stack((rows, rows)),
+        nowhere,
+        RANKS,
+        group.group_name,
     )
-    assert isinstance(found, Tensor)
-    return found
+    results = ops.moe_experts.reference(x, ids, weights, held.w13, held.w2, held.b13, held.b2)
+    return ops.combine_tokens.reference(results, ids, RANKS, group.group_name)
 
 
 def result(case: Case, rank: int) -> Tensor:
@@ -136,8 +131,8 @@ def result(case: Case, rank: int) -> Tensor:
     stored = vars(given.of_experts).items()
     weights: dict[str, Any] = {name: None if w is None else w[held] for name, w in stored}
     of_experts = ExpertWeights(**weights)
-    if case.prepare == OP:
-        return of_op(case, rank, given, of_experts)
+    if case.prepare == OPS:
+        return of_ops(case, rank, given, of_experts)
     own = given.of(case, rank)
     moe = ModularExperts(
         PREPARE[case.prepare](expert_map),
@@ -170,8 +165,6 @@ def refused() -> dict[str, str]:
 def run(rank: int, folder: Path, cases: list[Case], interpreted: bool) -> None:
     """Writes a file <number>-<rank>.pt with the result or the traceback of each case."""
     torch.set_num_threads(1)
-    for provider in ("torch", "triton"):
-        kernels.load(provider)
     if interpreted:
         from interpreted_floats import round_to_nearest
         from interpreted_launches import patch_once_a_launch

@@ -59,18 +59,6 @@ ROWS = {
     "stages, recurrent state": Row("qwen3_next", ALTERNATING, tp=1, pp=2),
     "own requests": Row("qwen3_moe", EXPERTS, SHARES_EXPERTS, tp=1, dp=2),
     "own requests, latent attention": Row("deepseek_v3", LATENT, SHARES_EXPERTS, tp=1, dp=2),
-    "own requests, tokens sent to their experts": Row(
-        "qwen3_moe",
-        EXPERTS,
-        SHARES_EXPERTS
-        | {
-            # The host reads how many tokens each rank gets, which no CUDA graph can.
-            "enforce_eager": True,
-            "options": ON_GPUS["options"] | {"passes": {"moe_experts_ep": True}},
-        },
-        tp=1,
-        dp=2,
-    ),
 }
 
 
@@ -85,8 +73,7 @@ def text(folder: Path, row: Row, **settings: Any) -> list[tuple[int, ...]]:
     with LLM(str(folder), **(ON_GPUS | dict(row.settings) | settings)) as llm:
         if settings.get("tp", 1) > 1 and settings.get("pp", 1) == 1:
             assert any(LOGITS_APART in note for note in llm.program.report.notes)
-        if not row.settings.get("enforce_eager"):
-            assert llm.program.report.cuda_graphs
+        assert llm.program.report.cuda_graphs
         return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
 
 

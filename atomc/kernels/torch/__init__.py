@@ -21,7 +21,6 @@ MODULES = (
     "varlen_attention",
     "experts.expert_load",
     "experts.experts",
-    "experts.experts_all_to_all",
     "experts.experts_quantized",
     "references",
 )

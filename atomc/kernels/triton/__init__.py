@@ -20,7 +20,6 @@ MODULES = (
     "experts.experts_prefill",
     "experts.experts_prefill_packed",
     "experts.experts_prefill_scaled",
-    "experts_all_to_all",
     "latent.indexer",
     "rows.kv_write",
     "linear.linear",

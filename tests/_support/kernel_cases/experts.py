@@ -281,19 +281,17 @@ def mxfp4(draw: Draw, *, activation_format: str = "16 bits", **given: Any) -> di
     return made
 
 
-def shared_by_ranks(draw: Draw, **given: Any) -> dict[str, Any]:
-    """Experts in another order than their ids, on the one process of a group."""
+def dispatched(draw: Draw, **given: Any) -> dict[str, Any]:
+    """For experts in another order than their ids, on the one process of a group."""
     made = full(draw, **given)
     held = len(made["w13"])
     rows = draw.ints([(3 + e) % held for e in range(held)])
-    group = {"ranks": 1, "process_group": one_process_group()}
-    return made | group | {"places": torch.stack((rows, rows)), "nowhere": held}
-
-
-def dispatched(draw: Draw, **given: Any) -> dict[str, Any]:
-    made = shared_by_ranks(draw, **given)
-    names = ("x", "ids", "weights", "places", "nowhere", "ranks", "process_group")
-    return {name: made[name] for name in names}
+    return {name: made[name] for name in ("x", "ids", "weights")} | {
+        "places": torch.stack((rows, rows)),
+        "nowhere": held,
+        "ranks": 1,
+        "process_group": one_process_group(),
+    }
 
 
 DISPATCH_TOKENS: Cases = {
@@ -314,17 +312,6 @@ COMBINE_TOKENS: Cases = {
         "process_group": one_process_group(),
     }
     for name, tokens in (("some tokens", T), ("no tokens", 0))
-}
-MOE_EXPERTS_EP: Cases = {
-    **{
-        name: partial(shared_by_ranks, **SIZES[name])
-        for name in ("one token", "no tokens", "seventeen tokens", "GPT-OSS", "gelu by tanh")
-    },
-    "wide": partial(shared_by_ranks, hidden=80, inner=40),
-    "int64 ids": lambda draw: (
-        (made := shared_by_ranks(draw)) | {"ids": made["ids"].to(torch.int64)}
-    ),
-    "packed rows": lambda draw: shared_by_ranks(draw) | {"x": draw.packed(T, H)[1]},
 }
 WHOLE_GROUPS = {
     name: given | ({"inner": 64} if "inner" not in given else {}) for name, given in SIZES.items()

@@ -10,7 +10,7 @@ from typing import Any
 import moe_ranks
 import pytest
 import torch
-from moe_ranks import OP, RANKS, Case
+from moe_ranks import OPS, RANKS, Case
 
 from atomc.kernels.moe.combinations.reference import experts_reference
 
@@ -35,10 +35,10 @@ CASES = [
     *(Case(name, "triton", tokens=(1, 6)) for name in STANDARD),
     *(Case(name, "triton_batched", tokens=(1, 8)) for name in BATCHED),
     # As the graph calls them: ranks have equal numbers of tokens.
-    Case(OP, "reference"),
-    Case(OP, "reference", tokens=(0, 0)),
-    Case(OP, "reference", dtype=torch.bfloat16),
-    *(Case(OP, provider, experts_of_ranks="unequal") for provider in ("torch", "triton")),
+    Case(OPS, "reference"),
+    Case(OPS, "reference", tokens=(0, 0)),
+    Case(OPS, "reference", dtype=torch.bfloat16),
+    Case(OPS, "reference", experts_of_ranks="unequal"),
     *(Case(name, "triton_batched", "fp8", tokens=(4, 3)) for name in BATCHED),
 ]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}

@@ -85,7 +85,6 @@ atomc/kernels/fla/library.py | kernels/recurrent/test_fla.py -k 'on_request or o
 atomc/kernels/invariant/linear.py | kernels/test_batch_invariant.py -k 'product_to_fp32' | _product
 atomc/kernels/invariant/mla.py | kernels/test_batch_invariant.py -k 'token_of_latent and triton' | mla_absorbed_attention
 atomc/kernels/invariant/on_cpu.py | kernels/test_batch_invariant.py -k 'product_to_fp32'
-atomc/kernels/moe/as_kernel.py | kernels/moe/test_moe_across_processes.py -k 'op and torch'
 atomc/kernels/moe/collectives.py | kernels/moe/test_dispatch.py | Ranks.all_gather
 atomc/kernels/moe/combinations/flashinfer.py | kernels/moe/test_moe_flashinfer.py | _gate
 atomc/kernels/moe/combinations/mori.py | kernels/moe/test_moe_mori.py
@@ -150,7 +149,7 @@ atomc/ops/dispatch.py | kernels/moe/test_dispatch.py
 atomc/ops/indexer.py | passes/test_indexer.py -k 'largest_scores' | _chosen
 atomc/ops/kv_b_weight.py | quantization/test_mla_quantized.py -k 'with_a_kernel and fp8-25' | kv_b_keys
 atomc/ops/linear.py | ops/test_ops.py -k 'formulas or linear_fp32' | linear_fp32
-atomc/ops/op_cost.py | planning/test_plan_collectives.py planning/test_plan_experts.py | experts_among sent_to_gather sent_to_sum
+atomc/ops/op_cost.py | planning/test_plan_collectives.py planning/test_plan_experts.py | experts sent_to_gather sent_to_sum
 atomc/ops/scaled_linear.py | quantization/test_quant_nvfp4.py -k 'merged'
 atomc/ops/ssm.py | ops/test_ssm_scan.py | time_steps
 atomc/ops/state.py | ops/test_ops.py -k 'no_host_has_memory or pages_of' | _zeros
@@ -218,7 +217,6 @@ passes/fuse/allreduce_add.py | passes/test_collective_fusion.py
 passes/fuse/allreduce_norm.py | passes/test_collective_fusion.py
 passes/fuse/allreduce_norm_quant.py | passes/test_collective_fusion.py
 passes/fuse/conv_delta_rule.py | kernels/recurrent/test_conv_delta_rule.py
-passes/fuse/experts_ep.py | passes/chains/test_blockers.py -k 'moe_experts_ep' | _example
 passes/fuse/kv_write.py | passes/test_passes.py | _norm_pattern _rope_pattern
 passes/fuse/norm_pair.py | passes/test_norm_pair.py
 passes/fuse/sums_behind_views.py | passes/test_collective_fusion.py | _can_move

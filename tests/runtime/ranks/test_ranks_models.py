@@ -107,7 +107,6 @@ class Row(NamedTuple):
 
 
 SHARES_EXPERTS: dict[str, Any] = {"ep": True}
-SENDS_TOKENS = {"passes": {"moe_experts_ep": True}}
 ROWS = {
     "experts by expert": Row("mixtral", {"num_local_experts": 4}, {"ep": True}),
     "dense": Row("llama"),
@@ -166,19 +165,8 @@ ROWS = {
     ),
     "own requests": Row("qwen3_moe", EXPERTS, SHARES_EXPERTS, tp=1, dp=2),
     "own requests, four ranks": Row("qwen3_moe", EXPERTS, SHARES_EXPERTS, tp=1, dp=4),
-    "own requests, tokens sent to their experts": Row(
-        "qwen3_moe",
-        EXPERTS,
-        SHARES_EXPERTS | {"options": SETTINGS["options"] | SENDS_TOKENS},
-        tp=1,
-        dp=2,
-    ),
-    "own requests, sinks and windows, tokens sent to their experts": Row(
-        "gpt_oss",
-        {"num_local_experts": 4, "sliding_window": 8},
-        SHARES_EXPERTS | {"options": SETTINGS["options"] | SENDS_TOKENS},
-        tp=1,
-        dp=2,
+    "own requests, sinks and windows": Row(
+        "gpt_oss", {"num_local_experts": 4, "sliding_window": 8}, SHARES_EXPERTS, tp=1, dp=2
     ),
     "own requests, latent attention": Row("deepseek_v3", LATENT, SHARES_EXPERTS, tp=1, dp=2),
     "own requests, a class of transformers": Row("olmoe", EXPERTS, SHARES_EXPERTS, tp=1, dp=2),
@@ -191,7 +179,7 @@ ROWS = {
 }
 PER_CHANGE = {
     "recurrent state, dense",
-    "own requests, tokens sent to their experts",
+    "own requests",
 }
 
 
@@ -255,9 +243,6 @@ PLACED_ROWS = {
     "own requests, fp8": ROWS["own requests, fp8"],
     "a class of transformers": Row("olmoe", EXPERTS, {"ep": True}),
     "own requests, a class of transformers": ROWS["own requests, a class of transformers"],
-    "own requests, tokens sent to their experts": ROWS[
-        "own requests, tokens sent to their experts"
-    ],
     "a shared expert": Row("deepseek_v3", LATENT, {"ep": True}),
     "drafts": Row("qwen3_moe", EXPERTS, {"ep": True, "speculative": "ngram"}),
 }
