@@ -39,6 +39,7 @@ from atomc.passes.fuse import (
     norm_pair,
     norm_quant,
     qk_norm_rope,
+    quantizers_before_dispatch,
     quantizers_before_views,
     static_cache,
     sums_behind_views,
@@ -178,9 +179,14 @@ PIPELINE: tuple[Pass, ...] = (
         after=["merge_linears"],
         cleanup=True,
     ),
+    Pass(
+        "quantizers_before_dispatch",
+        quantizers_before_dispatch.quantizers_before_dispatch,
+        after=["quantizers_before_views"],
+    ),
     rewriting(
         allreduce_norm_quant.ALLREDUCE_ADD_RMS_NORM_QUANT,
-        after=["allreduce_add_rms_norm", "quantizers_before_views"],
+        after=["allreduce_add_rms_norm", "quantizers_before_dispatch"],
     ),
     rewriting(
         allreduce_norm_quant.ALLREDUCE_RMS_NORM_QUANT,
