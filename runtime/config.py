@@ -116,8 +116,8 @@ class EngineConfig:
     )
     ep: bool = DEVICES.option(
         False,
-        "each rank of --tp holds some of the experts, instead of a part of every expert; without "
-        "--tp, each rank of --dp does, and tokens travel to the ranks of their experts",
+        "each rank of --tp holds some of the experts, instead of a part of every expert; with "
+        "--dp, each of all its ranks does, and tokens travel to the ranks of their experts",
     )
     expert_placement: str | None = DEVICES.option(
         None,
@@ -127,8 +127,8 @@ class EngineConfig:
     dp: int = DEVICES.option(
         1,
         "number of engines that serve the model, each with its own KV cache and the GPUs or CPU "
-        "cores of --tp: data parallelism; requests go to the engine with the fewest. With --ep "
-        "and without --tp: number of ranks of one engine, each with its own requests and KV cache",
+        "cores of --tp: data parallelism; requests go to the engine with the fewest. With --ep: "
+        "number of parts of one engine, each with its own requests and KV cache",
         least=1,
     )
     step_timeout: float | None = DEVICES.option(
@@ -253,13 +253,13 @@ class EngineConfig:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks of one engine that have requests of their own and share the experts."""
-        return self.dp if self.ep and self.tp == 1 else 1
+        """Parts of an engine, of tp ranks each, with requests of their own and shared experts."""
+        return self.dp if self.ep and self.pp == 1 else 1
 
     @property
     def expert_ranks(self) -> int:
         """Ranks among which the experts of a layer are divided by expert; 1 without ep."""
-        return max(self.tp, self.data_ranks) if self.ep else 1
+        return self.tp * self.data_ranks if self.ep else 1
 
     @property
     def num_engines(self) -> int:
@@ -267,14 +267,14 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of one engine: tp of them in each of pp stages, or the data-parallel ones."""
+        """Processes of one engine: tp of them in each of pp stages, or for each data rank."""
         return self.tp * self.pp * self.data_ranks
 
     @property
     def several_ranks(self) -> str:
         """What asks for several ranks, for messages."""
         if self.data_ranks > 1:
-            return f"dp is {self.dp} with ep"
+            return f"dp is {self.dp} with ep" + (f" and tp is {self.tp}" if self.tp > 1 else "")
         return f"tp is {self.tp}" + (f" and pp is {self.pp}" if self.pp > 1 else "")
 
     @property
@@ -284,11 +284,10 @@ class EngineConfig:
 
     @property
     def reporting_ranks(self) -> range:
-        """Those whose results are the results of steps: the first rank of the last stage, or all
-        data-parallel ones.
+        """Those whose results are the results of steps: the first rank of the last stage, or of
+        each data rank.
         """
-        first = (self.pp - 1) * self.tp
-        return range(first, first + self.data_ranks)
+        return range((self.pp - 1) * self.tp, self.num_ranks, self.tp)
 
     def _check_numbers(self) -> None:
         for name in POSITIVE:
@@ -341,14 +340,18 @@ class EngineConfig:
                 )
             # Ranks and engines in other processes compare and receive strings.
             object.__setattr__(self, "expert_placement", fsdecode(self.expert_placement))
-        if not self.ep or self.tp > 1:
+        if not self.ep:
             return
-        if self.dp == 1:
+        if self.tp == self.dp == 1:
             raise ValueError(
                 "ep divides the experts among ranks: set tp to their number, or dp for ranks that "
                 "each have their own requests"
             )
-        refused = {"pp": self.pp > 1, "speculative 'mtp'": self.speculative == "mtp"}
+        sends = self.data_ranks > 1
+        refused = {
+            "pp": self.pp > 1 and self.tp == 1,
+            "speculative 'mtp'": sends and self.speculative == "mtp",
+        }
         for name in (name for name, given in refused.items() if given):
             raise ValueError(
                 f"{name} is not supported with dp and ep, whose ranks send each other tokens: "

@@ -66,7 +66,7 @@ def dispatch_tokens(
     x_scale  those of rows, fp32
     places   [2, E] int64: id of an expert -> its row in the weights of this process, `nowhere` if
              another one has it; and its number if the weights of all processes followed each other,
-             E // N rows of each: at least N * (E // N) if none has it
+             E // N rows of each: if none has it, that of a row of this process beyond its weights
     ranks    N
     """
     # One after the other: gloo of torch 2.13 corrupts memory where two gathers are under way.

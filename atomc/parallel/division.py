@@ -29,7 +29,7 @@ class Division:
         """Raise ValueError if a model of this config.json does not divide."""
         tp, stage, experts = self.place
         sizes.check(config, tp.size if tp else 1, ep=self.ep)
-        sizes.check_experts(config, experts.size if experts else 1)
+        sizes.check_experts(config, experts.size * (tp.size if tp else 1) if experts else 1)
         sizes.check_stages(config, len(stage.ranks) if stage else 1)
 
     def cut_stage(self, model: nn.Module) -> OwnNames:
@@ -43,11 +43,18 @@ class Division:
         quantized  names of layers that are quantized afterwards
         """
         tp, _, experts = self.place
-        if experts is not None:
-            return Sharding.of_experts(model, experts, placement=self.placement)
         if tp is None:
-            return None
-        return Sharding.of(model, tp, ep=self.ep, quantized=quantized, placement=self.placement)
+            if experts is None:
+                return None
+            return Sharding.of_experts(model, experts, placement=self.placement)
+        return Sharding.of(
+            model,
+            tp,
+            ep=self.ep,
+            quantized=quantized,
+            placement=self.placement,
+            data_ranks=experts,
+        )
 
 
 WHOLE = Division()  # the model on one process

@@ -50,7 +50,8 @@ class PipelineStage:
 
 class Place(NamedTuple):
     """The place of a process among those that divide its layers, among the stages, and among those
-    that have only their experts divided, and requests of their own. None: there are no others.
+    that have requests of their own and send each other tokens for their experts. None: there are no
+    others.
     """
 
     tp: TensorParallel | None = None

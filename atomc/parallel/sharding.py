@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atomc.files.json_types import JSONMapping
 from atomc.models.experts import Experts
@@ -53,7 +53,8 @@ class Sharding:
     summed    names of modules whose results are summed
     keys      name of an attention layer -> how its keys and values are cut
     recurrent names of gated delta nets
-    dispatch  whether processes have different tokens, which are sent to those of their experts
+    data_ranks  the processes with other tokens, which are sent to those of their experts; of tp
+              processes with the same tokens, each sends them to those with the same rank among tp
     placement name of experts -> the rank of each; others are divided into equal ranges by rank
     """
 
@@ -67,7 +68,7 @@ class Sharding:
     summed: list[str] = field(default_factory=list)
     keys: Cuts = field(default_factory=dict)
     recurrent: list[str] = field(default_factory=list)
-    dispatch: bool = False
+    data_ranks: TensorParallel | None = None
     placement: Placement = field(default_factory=dict)
 
     @classmethod
@@ -86,7 +87,7 @@ class Sharding:
         plan = plan_of(model, ep=True)
         modules = dict(model.named_modules())
         of_experts = {name: how for name, how in plan.items() if how in EXPERTS}
-        sharding = cls(model, place, of_experts, dispatch=True, placement=placement or {})
+        sharding = cls(model, place, of_experts, data_ranks=place, placement=placement or {})
         for name, how in sharding.plan.items():
             sharding._add_experts(name, modules[name], how)
         sharding._check_placement()
@@ -102,9 +103,11 @@ class Sharding:
         ep: bool = False,
         quantized: Collection[str] = (),
         placement: Placement | None = None,
+        data_ranks: TensorParallel | None = None,
     ) -> "Sharding":
         """quantized  names of layers that are quantized afterwards
         placement  of experts, with ep
+        data_ranks as in Sharding, with ep
 
         Raises ValueError for a model without a plan, or one that this number of ranks does not
         divide, and for a placement of other experts.
@@ -114,7 +117,13 @@ class Sharding:
         modules = dict(model.named_modules())
         nets = [name for name, module in modules.items() if is_delta_net(module)]
         latent = latent_attention.words_of(modules, plan)
-        sharding = cls(model, place, without_parts(plan, nets) | latent, placement=placement or {})
+        sharding = cls(
+            model,
+            place,
+            without_parts(plan, nets) | latent,
+            data_ranks=data_ranks,
+            placement=placement or {},
+        )
         experts = tuple(f"{name}." for name, how in sharding.plan.items() if how in EXPERTS)
         for name, how in sharding.plan.items():
             if not name.startswith(experts):
@@ -131,6 +140,14 @@ class Sharding:
     def part(self) -> ShardSlice:
         """What this rank has of the first dimension of a tensor."""
         return ShardSlice(0, self.place.size, self.place.rank)
+
+    @property
+    def part_of_experts(self) -> ShardSlice:
+        """What this rank has of the experts, if they are divided by expert."""
+        tp, dp = self.place, self.data_ranks
+        if dp is None or dp is tp:
+            return self.part
+        return ShardSlice(0, dp.size * tp.size, dp.rank * tp.size + tp.rank)
 
     def _add(
         self, name: str, modules: dict[str, nn.Module], how: str, quantized: Collection[str]
@@ -180,7 +197,7 @@ class Sharding:
                 "can be divided"
             )
         self.experts[name] = how == "ep_dispatch_experts"
-        if not self.dispatch:
+        if self.data_ranks is not self.place:
             self.summed.append(name)
 
     def _check_placement(self) -> None:
@@ -245,7 +262,7 @@ class Sharding:
                     of_layer = layers.cuts_of_linear(module, self.linears[name])
                 elif self.experts[name]:
                     ranks = self.placement.get(name, ())
-                    of_layer = layers.cuts_by_expert(module, self.part, ranks)
+                    of_layer = layers.cuts_by_expert(module, self.part_of_experts, ranks)
                 else:
                     of_layer = layers.cuts_of_experts(module, self.part)
             except ValueError as error:
@@ -266,7 +283,8 @@ class Sharding:
             layers.resize_linear(self.model.get_submodule(name), cut)
         for name, by_expert in self.experts.items():
             module = self.model.get_submodule(name)
-            layers.resize_experts(module, self.place.size, by_expert=by_expert)
+            parts = self.part_of_experts.parts if by_expert else self.place.size
+            layers.resize_experts(module, parts, by_expert=by_expert)
         for name, cut in self.keys.items():
             attention = self.model.get_submodule(name)
             heads.resize_heads(attention, cut)
@@ -309,25 +327,34 @@ class Sharding:
 
     def _map_experts(self, name: str, module: nn.Module) -> None:
         """Register the row of each expert in the weights of this rank."""
-        held, size = layers.num_experts_of(module), self.place.size
+        held, part = layers.num_experts_of(module), self.part_of_experts
         # For classes of transformers, the expert behind the last is none; for ours, that before
         # the first.
         nowhere = -1 if isinstance(module, Experts | QuantizedExperts) else held
-        owners = torch.tensor(self.placement.get(name) or equal_ranges(held * size, size))
+        ranges = equal_ranges(held * part.parts, part.parts)
+        owners = torch.tensor(self.placement.get(name) or ranges)
         rows = torch.full_like(owners, nowhere)
-        rows[owners == self.place.rank] = torch.arange(held)
-        group = self.place.group
-        if not self.dispatch:
+        rows[owners == part.index] = torch.arange(held)
+        if self.data_ranks is None:
             module.register_buffer(EXPERT_MAP, rows.to(_device(module)), persistent=False)
             module.register_forward_pre_hook(ExpertsOfRank(nowhere))
             return
-        # Among the experts of a rank, in the order of their ids.
-        numbers = torch.empty_like(owners)
-        numbers[owners.argsort(stable=True)] = torch.arange(len(owners))
-        places = torch.stack((rows, numbers))
+        places = torch.stack((rows, self._numbers(owners, held)))
         module.register_buffer(EXPERT_PLACES, places.to(_device(module)), persistent=False)
+        size, group = self.data_ranks.size, self.data_ranks.group
         module.register_forward_pre_hook(TokensOfRanks(nowhere, size, group))
-        module.register_forward_hook(ResultsOfRanks(size, group))
+        # Before the sum over those with the same tokens.
+        module.register_forward_hook(ResultsOfRanks(size, group), prepend=True)
+
+    def _numbers(self, owners: Tensor, held: int) -> Tensor:
+        """The second row of what ops.dispatch_tokens calls places, of experts with these owners."""
+        assert self.data_ranks is not None
+        row = owners.argsort(stable=True).argsort() % held  # among those of its owner
+        dp, tp = self.data_ranks, self.place
+        others = len(owners) // (held * dp.size)  # with the same tokens as a rank, and itself
+        of_rank = others * held
+        numbers = owners // others * of_rank + row
+        return numbers.masked_fill(owners % others != tp.rank % others, dp.rank * of_rank + held)
 
     def _split_input(self, module: nn.Module) -> None:
         assert isinstance(module, nn.Linear | QuantizedLinear)

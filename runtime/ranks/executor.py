@@ -175,6 +175,8 @@ class RankExecutor:
         ) as number:
             counts = self.worker.counts()
             others = self._monitor.wait_done(number)
+        if (config := self.worker.config).data_ranks > 1:  # each counts what its tokens chose
+            others = [done for done in others if done.rank in config.reporting_ranks]
         loads = [counts.expert_load, *(done.expert_load for done in others)]
         return replace(counts, expert_load=sum_of_loads(loads))
 
@@ -190,7 +192,7 @@ def _check_sizes(config: EngineConfig) -> None:
     folder = config_folder(config)
     fields = load_config(folder)
     sizes.check(fields, config.tp, ep=config.ep)
-    sizes.check_experts(fields, config.data_ranks)
+    sizes.check_experts(fields, config.expert_ranks if config.data_ranks > 1 else 1)
     sizes.check_stages(fields, config.pp)
     if placement := expert_placement(config):
         with_draft = config.speculative == "mtp"

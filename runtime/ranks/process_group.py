@@ -68,8 +68,8 @@ def open_device(device: torch.device) -> None:
 
 
 def join(store: Store, rank: int, device: torch.device, config: EngineConfig) -> Place:
-    """Create the default process group, of pp stages with tp ranks each, or of data-parallel ranks
-    that share experts; returns when all ranks have joined.
+    """Create the default process group, of pp stages with tp ranks each, or of as many data ranks,
+    which share experts; returns when all ranks have joined.
     """
     tp, pp = config.tp, config.pp
     on_gpu = device.type == "cuda"
@@ -85,25 +85,41 @@ def join(store: Store, rank: int, device: torch.device, config: EngineConfig) ->
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    if config.data_ranks > 1:
-        assert distributed.group.WORLD is not None
-        if _on_rocm() and _is_wanted("mori", config):
-            mori_exchange.connect(distributed.group.WORLD)
-        return Place(experts=TensorParallel.of(distributed.group.WORLD))
     index, part = divmod(rank, tp)
     stage = None if pp == 1 else PipelineStage(index, tuple(range(part, pp * tp, tp)))
+    experts = _experts_place(config)
     if tp == 1:
-        return Place(stage=stage)
+        return Place(stage=stage, experts=experts)
     group = _stage_group(config, device)
     peer_memory.share(group, device)
-    return Place(TensorParallel.of(group), stage)
+    return Place(TensorParallel.of(group), stage, experts)
+
+
+def _experts_place(config: EngineConfig) -> TensorParallel | None:
+    """The place of this rank among those of all data ranks that send each other tokens: of each,
+    the one with the same part of the layers.
+    """
+    if config.data_ranks == 1:
+        return None
+    tp, size = config.tp, config.num_ranks
+    groups = [distributed.group.WORLD]
+    if tp > 1:
+        groups = [
+            distributed.new_group(list(range(part, size, tp)), timeout=TIMEOUT)
+            for part in range(tp)
+        ]
+    group = groups[distributed.get_rank() % tp]
+    assert group is not None
+    if _on_rocm() and _is_wanted("mori", config):
+        mori_exchange.connect(group)
+    return TensorParallel.of(group)
 
 
 def _stage_group(config: EngineConfig, device: torch.device) -> ProcessGroup:
-    """The group of this rank's stage: AITER's where it is installed and wanted, so that sums can be
-    its. All ranks call this, since they create the groups of all stages.
+    """The group of this rank's stage or data rank: AITER's where it is installed and wanted, so
+    that sums can be its. All ranks call this, since they create the groups of all.
     """
-    tp, pp = config.tp, config.pp
+    tp, pp = config.tp, config.pp * config.data_ranks
     if _on_rocm() and _is_wanted("aiter", config):
         of_aiter = aiter_groups.stage_group(tp, pp, device.index or 0)
         if of_aiter is not None:

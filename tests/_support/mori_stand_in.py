@@ -14,7 +14,8 @@ from torch import Tensor, distributed
 
 from atomc.kernels.mori import exchange
 
-CONNECTED: set[str] = set()
+CONNECTED: set[tuple[int, int]] = set()
+UNIQUE_ID = 1
 
 
 @dataclass
@@ -49,7 +50,7 @@ def filled(rows: Tensor, size: int) -> Tensor:
 
 class EpDispatchCombineOp:
     def __init__(self, config: EpDispatchCombineConfig):
-        assert CONNECTED, "shmem is not initialized"
+        assert {(config.rank, config.world_size)} == CONNECTED, "shmem is not initialized so"
         assert config.world_size == distributed.get_world_size()
         assert config.rank == distributed.get_rank()
         self.config = config
@@ -109,8 +110,13 @@ class EpDispatchCombineOp:
         return filled(sums.to(input.dtype), c.max_num_inp_token_per_rank), None
 
 
-def shmem_torch_process_group_init(group_name: str) -> int:
-    CONNECTED.add(group_name)
+def shmem_get_unique_id() -> bytes:
+    return b"of the first rank"
+
+
+def shmem_init_attr(flags: int, rank: int, nranks: int, unique_id: bytes) -> int:
+    assert flags == UNIQUE_ID and 0 <= rank < nranks and unique_id == b"of the first rank"
+    CONNECTED.add((rank, nranks))
     return 0
 
 
@@ -126,7 +132,9 @@ def modules() -> dict[str, ModuleType]:
     made["mori.ops"].EpDispatchCombineConfig = EpDispatchCombineConfig
     made["mori.ops"].EpDispatchCombineOp = EpDispatchCombineOp
     made["mori.shmem"].shmem_finalize = shmem_finalize
-    made["mori.shmem"].shmem_torch_process_group_init = shmem_torch_process_group_init
+    made["mori.shmem"].MORI_SHMEM_INIT_WITH_UNIQUEID = UNIQUE_ID
+    made["mori.shmem"].shmem_get_unique_id = shmem_get_unique_id
+    made["mori.shmem"].shmem_init_attr = shmem_init_attr
     return made
 
 

@@ -343,3 +343,28 @@ def test_counts_that_cannot_be_placed_are_an_error_in_one_line(
     assert main(argv) == 2
     assert message in capsys.readouterr().err
     assert not target.exists()
+
+
+def test_ranks_with_the_same_tokens_send_them_to_those_of_their_own_part() -> None:
+    # Two data ranks of two ranks each: rank 2 d + t has an expert of eight in turn, and one more.
+    owners = [0, 2, 1, 3, 3, 0, 2, 1]
+    experts_of_rank = [[0, 5], [2, 7], [1, 6], [3, 4]]
+    for d, t in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        model = random_model("qwen3_moe", num_experts=8, num_hidden_layers=1)
+        place = TensorParallel(t, 2, "the same tokens"), None, TensorParallel(d, 2, "others")
+        division = Division(Place(*place), True, {PATHS[0]: tuple(owners)})
+        sharding = division.shard(model)
+        assert sharding is not None
+        whole = model.get_parameter(f"{PATHS[0]}.down_proj").clone()
+        sharding.cut()
+        sharding.connect()
+        own = experts_of_rank[2 * d + t]
+        assert model.get_parameter(f"{PATHS[0]}.down_proj").equal(whole[own])
+        rows, numbers = model.get_submodule(PATHS[0]).get_buffer(EXPERT_PLACES).tolist()
+        assert [rows[expert] for expert in own] == [0, 1] and sum(
+            row in (0, 1) for row in rows
+        ) == 2
+        for expert, owner in enumerate(owners):
+            here = owner % 2 == t
+            row = experts_of_rank[owner].index(expert)
+            assert numbers[expert] == (owner // 2 * 4 + row if here else 4 * d + 2)

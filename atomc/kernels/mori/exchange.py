@@ -158,8 +158,12 @@ def connect(group: ProcessGroup) -> None:
     if len(set(hosts)) > 1:
         reasons += ("its processes run on several hosts",)
     if not any(reasons):
+        # Not shmem_torch_process_group_init, which is for groups with rank 0 of all processes.
         shmem = importlib.import_module("mori.shmem")
-        _, why = attempt(lambda: shmem.shmem_torch_process_group_init(name))
+        number, size = group.rank(), group.size()
+        unique_id = gathered(None if number else shmem.shmem_get_unique_id(), group)[0]
+        kind = shmem.MORI_SHMEM_INIT_WITH_UNIQUEID
+        _, why = attempt(lambda: shmem.shmem_init_attr(kind, number, size, unique_id))
         reasons = tuple(gathered(why, group))
     note(name, next(filter(None, reasons), ""))
     if not any(reasons):

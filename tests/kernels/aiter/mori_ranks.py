@@ -30,8 +30,10 @@ from atomc.program import compile_model
 from atomc.torch_compat import peer_memory
 
 HERE = replace(Platform.named("gfx950"), device="cpu", here=True)
-RANKS, EXPERTS, NOWHERE = 2, 6, -1
+RANKS, EXPERTS, NOWHERE, NONE = 2, 6, -1, -1
 OWNERS = torch.tensor([0, 1, 1, 0, 0, 1])
+# Those of two of four ranks, where each pair of ranks has the same tokens.
+OWNERS_IN_PAIR = torch.tensor([0, 1, 1, NONE, 0, NONE])
 SIZES: dict[str, Any] = {"hidden": 128, "inner": 256, "experts": EXPERTS}
 SCHEMES = {"none": full, "fp8": fp8, "fp8_block": fp8_block}
 
@@ -45,17 +47,24 @@ TOKENS, BLOCK = 3, 16
 class Case(NamedTuple):
     """tokens  of each rank
     chosen  the experts that tokens may choose, or None: all
+    paired  whether other ranks have some of the experts
     """
 
     tokens: int
     scheme: str = "none"
     chosen: tuple[int, ...] | None = None
+    paired: bool = False
+
+    @property
+    def owners(self) -> Tensor:
+        return OWNERS_IN_PAIR if self.paired else OWNERS
 
 
 CASES = [
     *(Case(tokens) for tokens in (17, 5, 1, 0)),
     Case(5, chosen=(1, 2)),  # all tokens travel to the second rank
     Case(3, chosen=(0, 4)),
+    Case(5, paired=True),
     *(Case(tokens, scheme) for tokens in (7, 1) for scheme in ("fp8", "fp8_block")),
 ]
 
@@ -71,22 +80,28 @@ def operands(case: Case) -> dict[str, Any]:
     return values
 
 
-def places(rank: int) -> Tensor:
+def places(owners: Tensor, rank: int) -> Tensor:
     """Those of dispatch_tokens."""
-    own = torch.full_like(OWNERS, NOWHERE)
-    own[rank == OWNERS] = torch.arange(int((rank == OWNERS).sum()))
-    return torch.stack((own, OWNERS.argsort(stable=True).argsort()))
+    per_rank = EXPERTS // RANKS
+    own = torch.full_like(owners, NOWHERE)
+    numbers = torch.full_like(owners, (rank + 1) * per_rank - 1)
+    for owner in range(RANKS):
+        rows = torch.arange(int((owners == owner).sum()))
+        numbers[owners == owner] = owner * per_rank + rows
+        if owner == rank:
+            own[owners == owner] = rows
+    return torch.stack((own, numbers))
 
 
 class Layer(nn.Module):
     """The experts of one rank, between the ops that send."""
 
-    def __init__(self, scheme: str, rank: int, group: str, values: dict[str, Any]) -> None:
+    def __init__(self, case: Case, rank: int, group: str, values: dict[str, Any]) -> None:
         super().__init__()
-        self.scheme, self.group = scheme, group
-        self.register_buffer("places", places(rank))
+        self.scheme, self.group = case.scheme, group
+        self.register_buffer("places", places(case.owners, rank))
         for name in ("w13", "w13_scale", "w2", "w2_scale"):
-            stored = values[name][rank == OWNERS] if name in values else None
+            stored = values[name][case.owners == rank] if name in values else None
             self.register_parameter(
                 name, None if stored is None else nn.Parameter(stored, requires_grad=False)
             )
@@ -114,7 +129,7 @@ def result(case: Case, rank: int, group: str) -> tuple[Tensor, dict[str, str]]:
     """Of the tokens of this rank, and who served each op."""
     values = operands(case)
     own = slice(rank * case.tokens, (rank + 1) * case.tokens)
-    layer = Layer(case.scheme, rank, group, values)
+    layer = Layer(case, rank, group, values)
     options = Options.of({"glue": "eager", "strict": True})
     here = replace(HERE, peer_groups=peer_memory.reasons())
     torch._dynamo.reset()

@@ -168,6 +168,10 @@ ROWS = {
     "own requests, sinks and windows": Row(
         "gpt_oss", {"num_local_experts": 4, "sliding_window": 8}, SHARES_EXPERTS, tp=1, dp=2
     ),
+    "own requests of two ranks each": Row("qwen3_moe", EXPERTS, SHARES_EXPERTS, tp=2, dp=2),
+    "own requests of two ranks each, a class of transformers": Row(
+        "olmoe", EXPERTS, SHARES_EXPERTS, tp=2, dp=2
+    ),
     "own requests, latent attention": Row("deepseek_v3", LATENT, SHARES_EXPERTS, tp=1, dp=2),
     "own requests, a class of transformers": Row("olmoe", EXPERTS, SHARES_EXPERTS, tp=1, dp=2),
     "own requests, recurrent state, drafts": Row(
@@ -179,7 +183,7 @@ ROWS = {
 }
 PER_CHANGE = {
     "recurrent state, dense",
-    "own requests",
+    "own requests of two ranks each",
 }
 
 
@@ -236,13 +240,14 @@ def test_ranks_of_the_blocks_of_gpt_oss_give_the_text_of_one(row: Row, tmp_path:
     assert text(tmp_path, row, tp=row.tp, pp=row.pp) == expected
 
 
-# The experts of the first layer, by rank; the second layer keeps ranges.
-PLACED = [1, 0, 0, 1]
+# The experts of the first layer on so many ranks, by rank; the second layer keeps ranges.
+PLACED = {2: [1, 0, 0, 1], 4: [2, 0, 3, 1]}
 PLACED_ROWS = {
     "4 bits": Row("qwen3_moe", EXPERTS, {"ep": True, "quantization": "mxfp4_a16"}),
     "own requests, fp8": ROWS["own requests, fp8"],
     "a class of transformers": Row("olmoe", EXPERTS, {"ep": True}),
     "own requests, a class of transformers": ROWS["own requests, a class of transformers"],
+    "own requests of two ranks each": ROWS["own requests of two ranks each"],
     "a shared expert": Row("deepseek_v3", LATENT, {"ep": True}),
     "drafts": Row("qwen3_moe", EXPERTS, {"ep": True, "speculative": "ngram"}),
 }
@@ -270,7 +275,7 @@ def test_ranks_of_placed_experts_give_the_text_and_the_counts_of_one(
     checkpoint(tmp_path, row)
     expected, counts = texts_and_counts(tmp_path, row, ep=False, expert_load=True)
     assert all(len(each) == 4 and sum(each) for each in counts.values())
-    placement = {path: PLACED for path in list(counts)[:1]}
+    placement = {path: PLACED[row.tp * row.dp] for path in list(counts)[:1]}
     (tmp_path / "placement.json").write_text(json.dumps(placement))
     found = texts_and_counts(
         tmp_path,
@@ -287,7 +292,7 @@ def test_ranks_of_placed_experts_give_the_text_and_the_counts_of_one(
 def test_stages_of_placed_experts_give_the_text_of_one(tmp_path: Any) -> None:
     row = ROWS["stages, experts by expert"]
     checkpoint(tmp_path, row)
-    placement = {f"model.layers.{layer}.mlp.experts": PLACED for layer in range(2)}
+    placement = {f"model.layers.{layer}.mlp.experts": PLACED[2] for layer in range(2)}
     (tmp_path / "placement.json").write_text(json.dumps(placement))
     given = {"tp": row.tp, "pp": row.pp, "expert_placement": tmp_path / "placement.json"}
     assert text(tmp_path, row, **given) == text(tmp_path, row, ep=False)

@@ -71,11 +71,13 @@ def test_what_does_not_fit_the_processes_of_torchrun_is_refused(monkeypatch):
     check_place(SHARES_EXPERTS, place)
     with pytest.raises(ValueError, match="dp is 4 with ep, which makes 4 ranks, but torchrun st"):
         check_place(replace(SHARES_EXPERTS, dp=4), place)
+    with pytest.raises(ValueError, match="dp is 2 with ep and tp is 2, which makes 4 ranks, but"):
+        check_place(replace(CONFIG, dp=2, ep=True), place)
     refused = "dp is 2, which makes 2 engines, .*: run this command without torchrun, with --ray"
     for several in (
         replace(SHARES_EXPERTS, ep=False),
         replace(CONFIG, dp=2),
-        replace(CONFIG, dp=2, ep=True),
+        replace(CONFIG, dp=2, pp=2, ep=True),
     ):
         with pytest.raises(ValueError, match=refused):
             check_place(several, place)

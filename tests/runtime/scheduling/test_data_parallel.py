@@ -190,13 +190,17 @@ def test_a_pooling_step_of_one_rank_is_a_padded_step_for_the_others() -> None:
     assert all(step.rank_part(rank).padded_size.pooled for rank in range(2))
 
 
-def test_with_ep_and_without_tp_dp_is_the_number_of_ranks_of_one_engine() -> None:
+def test_with_ep_dp_is_the_number_of_data_ranks_of_one_engine() -> None:
     shared = EngineConfig(dp=4, ep=True)
     assert (shared.num_engines, shared.num_ranks, shared.data_ranks) == (1, 4, 4)
     assert list(shared.reporting_ranks) == [0, 1, 2, 3] and shared.num_processes == 4
     assert engine_environments(shared) == [{}]
-    apart = EngineConfig(dp=4, ep=True, tp=2)
-    assert (apart.num_engines, apart.num_ranks, apart.data_ranks) == (4, 2, 1)
+    of_two = EngineConfig(dp=4, ep=True, tp=2)
+    assert (of_two.num_engines, of_two.num_ranks, of_two.data_ranks) == (1, 8, 4)
+    assert list(of_two.reporting_ranks) == [0, 2, 4, 6] and of_two.expert_ranks == 8
+    in_stages = EngineConfig(dp=4, ep=True, tp=2, pp=2)
+    assert (in_stages.num_engines, in_stages.num_ranks, in_stages.data_ranks) == (4, 4, 1)
+    assert (list(in_stages.reporting_ranks), in_stages.expert_ranks) == ([2], 2)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +209,7 @@ def test_with_ep_and_without_tp_dp_is_the_number_of_ranks_of_one_engine() -> Non
         ({}, "set tp to their number, or dp"),
         ({"dp": 2, "pp": 2}, "^pp is not supported with dp and ep"),
         ({"dp": 2, "speculative": "mtp"}, "speculative 'mtp' is not supported with dp and ep"),
+        ({"dp": 2, "tp": 2, "speculative": "mtp"}, "'mtp' is not supported with dp and ep"),
     ],
 )
 def test_what_ranks_that_share_experts_cannot_do_is_refused(given: Any, message: str) -> None:
