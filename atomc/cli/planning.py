@@ -150,13 +150,12 @@ def model_of(
 
 
 def _data_ranks(arguments: argparse.Namespace) -> int:
-    """Devices that share only the experts."""
+    """So many times the devices of --tp share only the experts."""
     dp: int | None = arguments.dp
     one = arguments.tp is None or arguments.tp == 1
-    if dp is not None and (not arguments.ep or not one or dp < 1):
+    if dp is not None and (not arguments.ep or dp < 1):
         raise ValueError(
-            f"--dp {dp}: a plan is of one engine; with --ep and without --tp, its devices share "
-            "the experts"
+            f"--dp {dp}: a plan is of one engine; with --ep, its devices share the experts"
         )
     if arguments.ep and one and (dp is None or dp == 1):
         raise ValueError("--ep divides the experts among devices: set --tp or --dp to their number")

@@ -308,12 +308,16 @@ class Sharding:
             if self.place.rank:
                 self._clear_bias(name, module)
             module.register_forward_hook(SumOverRanks(self.place.group))
-        for name, by_expert in self.experts.items():
-            if by_expert:
-                self._map_experts(name, self.model.get_submodule(name))
+        self.connect_experts()
         for name, how in self.plan.items():
             if how in SPLIT_INPUT and name in self.linears:
                 self._split_input(self.model.get_submodule(name))
+
+    def connect_experts(self) -> None:
+        """Have experts get the tokens that choose them: a part of `connect`."""
+        for name, by_expert in self.experts.items():
+            if by_expert:
+                self._map_experts(name, self.model.get_submodule(name))
 
     def _clear_bias(self, name: str, module: nn.Module) -> None:
         if name in self.experts:

@@ -33,7 +33,7 @@ class Model:
     sharding  how its layers are divided; None: it is whole
     drafts    tokens that its draft layer proposes per step; 0: it has none
     stage     of a pipeline, which has some of the layers; None: it has all
-    data_ranks  devices that share the experts, each with tokens of its own
+    data_ranks  parts of the devices that share the experts, each with tokens of its own
     """
 
     module: nn.Module
@@ -54,8 +54,9 @@ class Model:
     @property
     def expert_ranks(self) -> int:
         """Those that each have some of the experts whole."""
-        by_expert = self.sharding is not None and any(self.sharding.experts.values())
-        return self.devices if by_expert else 1
+        if self.sharding is None or not any(self.sharding.experts.values()):
+            return 1
+        return self.sharding.part_of_experts.parts
 
     @property
     def draft(self) -> DraftModel | None:
@@ -80,7 +81,7 @@ def build_model(
     those of a stage.
 
     ep          the devices have some of the experts each
-    data_ranks  devices that share only the experts, and send each other tokens
+    data_ranks  so many times the devices share only the experts, and send each other tokens
 
     Raises ValueError for a size that cannot be divided, and as loading the model does.
     """
@@ -111,7 +112,7 @@ def build_model(
     if methods:
         _quantize(module, methods, dtype, platform)
     if sharding is not None and data_ranks > 1:
-        sharding.connect()  # the graph has what is sent
+        sharding.connect_experts()  # the graph has what is sent
     return Model(
         ready(module), config, quantized_by, dtype, sharding, parameters, drafts, stage, data_ranks
     )

@@ -67,7 +67,7 @@ def plan_step(
         name,
         platform.name,
         platform.arch,
-        model.devices,
+        max(model.devices, model.expert_ranks),
         weights,
         load,
         program.report.num_layers,
@@ -252,6 +252,11 @@ def _lower_bound(platform: Platform, table: Table | None, predicted: Sequence[Pr
 
 def _notes(report: Report, model: Model) -> list[str]:
     notes = list(model.quantization.notes) if model.quantization else []
+    if model.expert_ranks > 1 and model.data_ranks == 1:
+        notes.append(
+            f"experts: all {model.expert_ranks} devices have the same tokens, of which none is "
+            "sent to the device of an expert; with --dp and --ep, devices have tokens of their own"
+        )
     of_glue = {glue.note for glue in report.glue}  # the glue is not built here
     return notes + [note for note in report.notes if note not in of_glue]
 

@@ -168,7 +168,7 @@ def test_a_placement_needs_experts_that_are_divided() -> None:
         EngineConfig(dp=4, ep=True).expert_ranks,
         EngineConfig(dp=4, tp=2, ep=True).expert_ranks,
         EngineConfig(dp=4).expert_ranks,
-    ] == [2, 4, 2, 1]
+    ] == [2, 4, 8, 1]
 
 
 # ---- loads

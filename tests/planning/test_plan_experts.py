@@ -41,6 +41,10 @@ def test_devices_with_the_same_tokens_compute_their_share_of_the_experts(folder:
     assert found.mixture is not None and found.communication is not None
     assert found.mixture.read == [ExpertsRead(LAYERS, E // RANKS, K, pytest.approx(distinct(T)))]
     assert found.communication.all_reduces == 2 * LAYERS + 1
+    [note] = [note for note in found.notes if "same tokens" in note]
+    assert note.startswith(
+        f"experts: all {RANKS} devices have the same tokens, of which none is sent"
+    )
 
 
 @pytest.mark.rotating
@@ -65,12 +69,25 @@ def test_devices_with_tokens_of_their_own_send_them_and_compute_those_of_all(fol
     }
 
 
+def test_pairs_of_devices_with_the_same_tokens_send_them_to_those_of_other_pairs(
+    folder: Path,
+) -> None:
+    found = planned(folder, devices=2, ep=True, data_ranks=RANKS)
+    [row] = [row for row in found.lines if row.op == "moe_experts"]
+    assert row.flops == PRODUCTS * RANKS / 4  # a quarter, of the tokens of both pairs
+    assert found.devices == 4 and found.mixture is not None and found.communication is not None
+    assert [read.experts for read in found.mixture.read] == [E // 4]
+    assert found.communication.all_reduces == 2 * LAYERS + 1
+    kinds = {row.kind for row in found.communication.collectives}
+    assert {"dispatch_tokens", "combine_tokens", "all-reduce"} <= kinds
+    assert not any("same tokens" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
         (["--ep"], "--ep divides the experts among devices: set --tp or --dp"),
         (["--dp", "2"], "--dp 2: a plan is of one engine"),
-        (["--dp", "2", "--ep", "--tp", "2"], "--dp 2: a plan is of one engine"),
         (["--dp", "2", "--ep", "--pp", "2"], "--dp with --ep is not supported with --pp"),
         (["--dp", "3", "--ep"], "4 experts do not divide by 3; 1, 2 and 4 do"),
     ],
