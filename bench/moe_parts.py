@@ -11,7 +11,6 @@ from atomc.kernels.moe.combinations.batched_all_to_all import BatchedAllToAll
 from atomc.kernels.moe.combinations.batched_reference import BatchedReference
 from atomc.kernels.moe.combinations.flashinfer import FlashInfer
 from atomc.kernels.moe.combinations.mori import Mori
-from atomc.kernels.moe.combinations.naive import Naive
 from atomc.kernels.moe.combinations.naive_batched import NaiveBatched
 from atomc.kernels.moe.combinations.no_ep import NoEP
 from atomc.kernels.moe.combinations.reference import Reference
@@ -62,12 +61,6 @@ PREPARE = {
     for entry in (
         PreparePart(
             NoEP, lambda expert_map, _: NoEP(expert_map), "one rank; no communication", True
-        ),
-        PreparePart(
-            Naive,
-            lambda expert_map, _: Naive(expert_map),
-            "all-gather of tokens, reduce-scatter of results (torch.distributed)",
-            False,
         ),
         PreparePart(
             AllToAll,

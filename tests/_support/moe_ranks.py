@@ -25,7 +25,6 @@ from atomc.kernels.moe import (
     ExpertWeights,
     ModularExperts,
     Mori,
-    Naive,
     PrepareFinalize,
 )
 
@@ -40,8 +39,6 @@ MAPS = {
     "unequal": [[-1, 0, -1, -1, -1, -1], [4, -1, 0, 1, 2, 3]],
 }
 PREPARE: dict[str, Callable[[Tensor], PrepareFinalize]] = {
-    "naive": Naive,
-    "naive of a fixed size": lambda given: Naive(given, max_tokens_per_rank=MOST_TOKENS),
     "all_to_all": AllToAll,
     "mori": lambda given: Mori(given, max_tokens_per_rank=MOST_TOKENS),
     "batched_all_to_all": lambda given: BatchedAllToAll(given, max_tokens_per_rank=MOST_TOKENS),

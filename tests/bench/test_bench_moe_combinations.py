@@ -61,7 +61,10 @@ def test_without_arguments_every_pair_is_legal_or_has_a_reason(
     assert said.keys() == here | refused
     assert "legal for none, fp8, fp8_block, int8" in said["no_ep", "reference"]
     assert "grouped takes the standard format" in said["batched_all_to_all", "grouped"]
-    assert "legal for none; grouped supports the schemes none, not fp8" in said["naive", "grouped"]
+    assert (
+        "legal for none; grouped supports the schemes none, not fp8"
+        in said["all_to_all", "grouped"]
+    )
     legal = sum(" legal " in line for line in said.values())
     pairs = (len(PREPARE) + 4) * (len(EXPERTS) + 6)
     assert lines[-1] == f"{legal} of {pairs} pairs are legal"
@@ -116,7 +119,11 @@ def test_a_profile_names_the_steps_of_the_parts(bench: ModuleType, tmp_path: Pat
         ),
         (("no_ep", "cutlass_fp8"), (), "illegal: cutlass_fp8 is not adapted: "),
         (("no_ep", "grouped"), ("--scheme", "int8"), "illegal: grouped supports the schemes none"),
-        (("none", "grouped"), (), "there is no prepare part 'none': choose from no_ep, naive, "),
+        (
+            ("none", "grouped"),
+            (),
+            "there is no prepare part 'none': choose from no_ep, all_to_all, ",
+        ),
         (
             ("batched_reference", "naive_batched"),
             ("--chunk-rows", "2"),

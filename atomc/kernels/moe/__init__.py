@@ -9,7 +9,6 @@ from atomc.kernels.moe.combinations.batched_all_to_all import BatchedAllToAll
 from atomc.kernels.moe.combinations.batched_reference import BatchedReference
 from atomc.kernels.moe.combinations.flashinfer import FlashInfer
 from atomc.kernels.moe.combinations.mori import Mori
-from atomc.kernels.moe.combinations.naive import Naive
 from atomc.kernels.moe.combinations.naive_batched import NaiveBatched
 from atomc.kernels.moe.combinations.no_ep import NoEP
 from atomc.kernels.moe.combinations.reference import Reference
@@ -41,7 +40,6 @@ __all__ = [
     "Int8PerToken",
     "ModularExperts",
     "Mori",
-    "Naive",
     "NaiveBatched",
     "NoEP",
     "PrepareFinalize",

@@ -36,17 +36,10 @@ class AllToAll(ExchangeOfRanks):
     topk_indices_dtype = torch.int32  # all ranks send the same
 
     def __init__(
-        self,
-        expert_map: Tensor,
-        *,
-        group: distributed.ProcessGroup | None = None,
-        owner: Tensor | None = None,
+        self, expert_map: Tensor, *, group: distributed.ProcessGroup | None = None
     ) -> None:
-        """owner: [E] int64, the rank of each expert; None: the ranks exchange their maps."""
         super().__init__(expert_map, group=group)
-        if owner is None:
-            owner = placement(self.name, expert_map, self.ranks).owner
-        self.owner = owner
+        self.owner = placement(self.name, expert_map, self.ranks).owner  # [E] int64
 
     def send(self, tokens: Dispatched, num_local_experts: int) -> Receiver:
         wanted = self._wanted(tokens.ids)

@@ -29,22 +29,13 @@ class Ranks:
         self.size = distributed.get_world_size(chosen)
         self.rank = distributed.get_rank(chosen)
 
-    def all_gather(self, x: Tensor) -> Pending:
-        """x [N, ...], of one shape on all ranks -> [ranks * N, ...].
-
-        On a CPU it is done when this returns: gloo of torch 2.13 corrupts memory where two gathers
-        are under way.
-        """
-        send = _bytes(x)
-        pending = self._pending(
-            torch.ops._c10d_functional.all_gather_into_tensor(send, self.size, self.group_name),
-            send,
-            x.dtype,
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x [N, ...], of one shape on all ranks -> [ranks * N, ...]. Waits."""
+        send = x.contiguous()
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+            send, self.size, self.group_name
         )
-        if x.device.type != "cpu":
-            return pending
-        gathered = pending()
-        return lambda: gathered
+        return self._pending(gathered, send, x.dtype)()
 
     def all_to_all(
         self, x: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
@@ -61,17 +52,6 @@ class Ranks:
             send,
             x.dtype,
         )
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """The sum over ranks of the part of this rank. x [ranks * N, ...] -> [N, ...]."""
-        send = x.contiguous()
-        return self._pending(
-            torch.ops._c10d_functional.reduce_scatter_tensor(
-                send, "sum", self.size, self.group_name
-            ),
-            send,
-            x.dtype,
-        )()
 
     @staticmethod
     def _pending(receiving: Tensor, sending: Tensor, dtype: torch.dtype) -> Pending:

@@ -22,7 +22,7 @@ class Placement:
 
 def placement(part: str, expert_map: Tensor, ranks: Ranks) -> Placement:
     """A collective call. Raises ValueError unless each expert is on exactly one rank."""
-    maps = ranks.all_gather(expert_map.long().unsqueeze(0))()
+    maps = ranks.all_gather(expert_map.long().unsqueeze(0))
     owners = (maps >= 0).sum(0)
     if bool((owners != 1).any()):
         expert = int((owners != 1).nonzero()[0])

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from fake_group import fake_group
-from kernel_cases.rows import one_process_group
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atomc import ops
-from atomc.kernels.moe.collectives import Ranks
 from atomc.parallel.collectives import EXPERT_MAP, ExpertsOfRank
 
 NOWHERE = 2  # this process has experts 3 and 0 of four, in this order
@@ -67,10 +65,3 @@ def test_on_a_cpu_a_gather_begins_after_the_one_before_it() -> None:
     with Gathers() as of_op:
         ops.dispatch_tokens.reference(x, ids, weights, places, NOWHERE, 2, fake_group(2))
     assert of_op.found == one_after_another * 3
-
-    one_process_group()
-    ranks = Ranks("naive", None)
-    with Gathers() as of_part:
-        pending = [ranks.all_gather(each) for each in (x, weights)]
-        assert torch.equal(pending[0](), x) and torch.equal(pending[1](), weights)
-    assert of_part.found == one_after_another * 2

@@ -15,7 +15,7 @@ from moe_ranks import OPS, RANKS, Case
 from atomc.kernels.moe.combinations.reference import experts_reference
 
 pytestmark = pytest.mark.xdist_group("moe_ranks")
-STANDARD = ("naive", "naive of a fixed size", "all_to_all", "mori")
+STANDARD = ("all_to_all", "mori")
 BATCHED = ("batched_all_to_all",)
 PARTS = [(name, "reference") for name in STANDARD] + [(name, "naive_batched") for name in BATCHED]
 TOKENS = {"even": (5, 5), "uneven": (2, 9), "none here": (0, 7), "none there": (4, 0), "no": (0, 0)}

@@ -38,7 +38,6 @@ from atomc.kernels.moe import (
     Fp8PerBlock,
     Grouped,
     ModularExperts,
-    Naive,
     NaiveBatched,
     NoEP,
     PrepareFinalize,
@@ -480,12 +479,11 @@ def test_a_part_without_an_expert_map_is_refused_where_experts_are_missing() -> 
         ModularExperts(part, Recording())
 
 
-@pytest.mark.parametrize("part", [Naive, AllToAll])
-def test_ids_of_another_dtype_than_a_part_sends_are_refused(part: type[Naive]) -> None:
+def test_ids_of_another_dtype_than_a_part_sends_are_refused() -> None:
     call = Call("none", torch.float32)
     call.ids = call.ids.long()
     with pytest.raises(ValueError, match=r"takes ids of torch.int32, not torch.int64"):
-        call.run(part(torch.arange(6)), Grouped())
+        call.run(AllToAll(torch.arange(6)), Grouped())
 
 
 def test_ids_that_are_no_integers_are_refused() -> None:
@@ -534,7 +532,7 @@ def test_weights_on_the_input_of_several_experts_are_refused() -> None:
 
 def test_a_part_that_sends_needs_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    for part in (Naive, AllToAll, partial(BatchedAllToAll, max_tokens_per_rank=4)):
+    for part in (AllToAll, partial(BatchedAllToAll, max_tokens_per_rank=4)):
         with pytest.raises(ValueError, match=r"call torch.distributed.init_process_group first"):
             part(torch.arange(4))
 

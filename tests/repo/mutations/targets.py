@@ -85,7 +85,6 @@ atomc/kernels/fla/library.py | kernels/recurrent/test_fla.py -k 'on_request or o
 atomc/kernels/invariant/linear.py | kernels/test_batch_invariant.py -k 'product_to_fp32' | _product
 atomc/kernels/invariant/mla.py | kernels/test_batch_invariant.py -k 'token_of_latent and triton' | mla_absorbed_attention
 atomc/kernels/invariant/on_cpu.py | kernels/test_batch_invariant.py -k 'product_to_fp32'
-atomc/kernels/moe/collectives.py | kernels/moe/test_dispatch.py | Ranks.all_gather
 atomc/kernels/moe/combinations/flashinfer.py | kernels/moe/test_moe_flashinfer.py | _gate
 atomc/kernels/moe/combinations/mori.py | kernels/moe/test_moe_mori.py
 atomc/kernels/torch/conv.py | kernels/test_kernels.py -k '[causal_conv1d_update-torch-'
