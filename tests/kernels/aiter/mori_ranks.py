@@ -2,11 +2,14 @@
 AITER, for test_aiter_mori.py: each leaves what it saw in a file.
 """
 
+import contextlib
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import mori_stand_in
 import pytest
@@ -27,6 +30,8 @@ from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.sharding import Sharding
 from atomc.platform import Platform
 from atomc.program import compile_model
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.ranks import process_group
 from atomc.torch_compat import peer_memory
 
 HERE = replace(Platform.named("gfx950"), device="cpu", here=True)
@@ -177,32 +182,45 @@ def served(scheme: str | None, place: TensorParallel | None) -> tuple[Tensor, di
 def run(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     seen: dict[str, Any] = {}
-    monkeypatch = pytest.MonkeyPatch()
-    mori_stand_in.install(monkeypatch)
-    store = distributed.FileStore(str(folder / "store"), RANKS)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    group = distributed.group.WORLD
-    assert group is not None
-    with stand_ins.installed("gfx950") as called:
-        with pytest.MonkeyPatch.context() as lacking:
-            lacking.setattr(exchange, "missing", lambda: "not installed" if rank else None)
-            exchange.connect(group)
-        seen["why not"] = dict(peer_memory.reasons())[group.group_name]
-        cases: list[tuple[str, Case]] = [("without", CASES[1])]
-        cases += [(str(case), case) for case in CASES]
-        for name, case in cases:
-            if name != "without":
-                exchange.connect(group)
-            try:
-                seen[name] = result(case, rank, group.group_name)
-            except Exception:
-                seen[name] = traceback.format_exc()
-        for scheme in SERVED:
-            called.clear()
-            try:
-                place = TensorParallel.of(group)
-                seen[str(scheme)] = *served(scheme, place), {*called}
-            except Exception:
-                seen[str(scheme)] = traceback.format_exc()
+    mori_stand_in.install(pytest.MonkeyPatch())
+    with (
+        stand_ins.installed("gfx950") as called,
+        mock.patch.object(process_group, "_on_rocm", lambda: True),
+    ):
+        lacking = mock.patch.object(exchange, "missing", lambda: "not installed" if rank else None)
+        with lacking, joined(rank, folder / "lacking") as place:
+            seen["why not"] = dict(peer_memory.reasons())[place.group]
+            seen["without"] = attempted(lambda: result(CASES[1], rank, place.group))
+        with joined(rank, folder / "unwanted", providers=("aiter", "torch")):
+            seen["unwanted"] = peer_memory.reasons()
+        with joined(rank, folder / "store") as place:
+            for case in CASES:
+                seen[str(case)] = attempted(lambda case=case: result(case, rank, place.group))
+            for scheme in SERVED:
+                called.clear()
+                seen[str(scheme)] = attempted(lambda scheme=scheme: served(scheme, place))
+                seen[f"called for {scheme}"] = {*called}
+        seen["left"] = mori_stand_in.CONNECTED, peer_memory.reasons()
     torch.save(seen, folder / f"{rank}.pt")
-    distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def joined(rank: int, store: Path, providers: tuple[str, ...] = ()) -> Iterator[TensorParallel]:
+    """Inside, the runtime's ranks are in a group; the place of this one."""
+    config = EngineConfig(device="cpu", dp=RANKS, ep=True, options={"providers": providers})
+    file = distributed.FileStore(str(store), RANKS)
+    place = process_group.join(file, rank, torch.device("cpu"), config)
+    assert place.experts is not None
+    try:
+        yield place.experts
+    finally:
+        distributed.barrier()
+        process_group.leave()
+
+
+def attempted(call: Callable[[], Any]) -> Any:
+    """Its result, or the traceback of its error."""
+    try:
+        return call()
+    except Exception:
+        return traceback.format_exc()

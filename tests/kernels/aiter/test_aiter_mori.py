@@ -63,6 +63,13 @@ def test_tokens_travel_by_mori_to_aiters_experts(
     assert_right(case, rank, out)
 
 
+def test_ranks_that_want_other_providers_or_have_left_are_not_connected(
+    seen: list[dict[str, Any]],
+) -> None:
+    assert [of_rank["unwanted"] for of_rank in seen] == [()] * RANKS
+    assert [of_rank["left"] for of_rank in seen] == [(set(), ())] * RANKS
+
+
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_without_the_library_on_one_rank_all_ranks_gather(
     rank: int, seen: list[dict[str, Any]]
@@ -91,9 +98,9 @@ def test_a_served_mixture_runs_in_mori_and_aiter_also_beside_a_rank_without_toke
 ) -> None:
     for of_rank in seen:
         assert not isinstance(of_rank[str(scheme)], str), of_rank[str(scheme)]
-        _, served, called = of_rank[str(scheme)]
+        _, served = of_rank[str(scheme)]
         assert (served["dispatch_tokens"], served["combine_tokens"]) == ("mori", "mori")
-        assert FUNCTIONS[scheme] <= called
+        assert FUNCTIONS[scheme] <= of_rank[f"called for {scheme}"]
     with stand_ins.installed("gfx950"):
         logits, _ = mori_ranks.served(scheme, None)
     assert sqnr(logits, seen[0][str(scheme)][0]) > (40 if scheme is None else 25)

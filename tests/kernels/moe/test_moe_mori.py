@@ -10,11 +10,15 @@ import mori_stand_in
 import pytest
 import torch
 from kernel_cases.rows import one_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atomc import kernels, ops
 from atomc.kernels.moe import ExpertWeights, ModularExperts, Mori, Reference, Unquantized
+from atomc.kernels.mori import exchange
 from atomc.ops.op import Kernel, refusal
 from atomc.platform import Platform
+from atomc.torch_compat import peer_memory
+from atomc.torch_compat.process_groups import process_group
 
 EXPERTS = torch.arange(4, dtype=torch.int32)
 
@@ -99,6 +103,40 @@ def test_a_result_is_kept_when_the_next_call_writes_the_same_memory(
     assert (out == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("others", "fails", "why"),
+    [
+        ((None, "1", "here"), False, ""),
+        (("not installed", "1", "here"), False, "not installed"),
+        ((None, "2", "here"), False, "its processes have versions 1, 2 of MORI"),
+        ((None, "1", "there"), False, "its processes run on several hosts"),
+        ((None, "1", "here"), True, "RuntimeError: no memory"),
+    ],
+)
+def test_either_all_processes_are_connected_or_all_know_why_not(
+    library: None,
+    monkeypatch: pytest.MonkeyPatch,
+    others: tuple[str | None, str, str],
+    fails: bool,
+    why: str,
+) -> None:
+    def gathered(value: Any, group: Any) -> list[Any]:
+        """Of this process, and of another one that has the same but for these."""
+        return [(None, "1", "here"), others] if isinstance(value, tuple) else [value] * 2
+
+    def failing(*arguments: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(exchange, "gathered", gathered)
+    if fails:
+        monkeypatch.setattr(sys.modules["mori.shmem"], "shmem_init_attr", failing)
+    group = process_group(one_process_group())
+    exchange.connect(group)
+    assert dict(peer_memory.reasons())[group.group_name] == why
+    assert (group.group_name in exchange._exchanges) == (not why)
+    peer_memory.forget()
+
+
 def mori_kernel(op: ops.Op) -> Kernel:
     assert kernels.load("mori") is None
     return next(kernel for kernel in op.kernels if kernel.provider == "mori")
@@ -155,3 +193,46 @@ def test_results_that_it_cannot_add_are_refused() -> None:
     assert reason is not None and "partial is torch.float32" in reason.text
     reason = refusal(kernel, HERE, RESULTS | {"process_group": "apart"})
     assert reason is not None and "on two hosts" in reason.text
+
+
+class Operator:
+    """Of the only process: it gets what it sends."""
+
+    def __init__(self, config: Any) -> None:
+        self.used = torch.zeros(1, dtype=torch.int32)
+
+    def dispatch(self, *sent: Any) -> tuple[Any, ...]:
+        self.used.fill_(len(sent[0]))
+        return *sent, self.used
+
+    def combine(self, results: torch.Tensor, *others: Any) -> tuple[torch.Tensor, None]:
+        return results, None
+
+
+class HostReads(TorchDispatchMode):
+    """Those of numbers on the device, for which the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_host(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = process_group(one_process_group())
+    exchange.connect(group)
+    monkeypatch.setattr(sys.modules["mori.ops"], "EpDispatchCombineOp", Operator)
+    ids = torch.tensor([[1, 0], [2, 9], [3, 1]])
+    places = torch.tensor([[1, 0, 2, 2], [1, 0, 3, 3]])
+    calls = SENT | {"ids": ids, "places": places, "ranks": 1, "process_group": group.group_name}
+    with HostReads() as reads:
+        _, rows, *_ = mori_kernel(ops.dispatch_tokens).function(**calls)
+        mori_kernel(ops.combine_tokens).function(SENT["x"], rows, 1, group.group_name)
+    assert not reads.names
+    assert not mori_kernel(ops.dispatch_tokens).syncs
+    assert rows.tolist() == [[0, 1], [3, 3], [3, 0]]
+    peer_memory.forget()
