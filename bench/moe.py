@@ -252,9 +252,9 @@ def packed_launches(
     model: Model, given: Arguments, tile: "FragmentTile"
 ) -> dict[str, Callable[[], Any]]:
     """The PARTS of the kernels for 4-bit weights, each by itself."""
-    from atomc.kernels.triton.rows.gate import GateConstants
     from atomc.kernels.triton.experts.experts_4_bits import PairsOfExperts
     from atomc.kernels.triton.experts.weighted_sum import weighted_sum
+    from atomc.kernels.triton.rows.gate import GateConstants
 
     sort = partial(PairsOfExperts, given["ids"], model.experts, tile)
     of = {"int4": "group" in given, "group": given.get("group", 32), "out_dtype": torch.bfloat16}
@@ -275,9 +275,9 @@ def packed_launches(
 def launches(model: Model, given: Arguments, tile: Any) -> dict[str, Callable[[], Any]]:
     """The PARTS of the kernels for many tokens, each by itself; without the quantizer."""
     from atomc.kernels.triton.experts import grouped
-    from atomc.kernels.triton.rows.gate import GateConstants
     from atomc.kernels.triton.experts.expert_sort import expert_blocks
     from atomc.kernels.triton.experts.weighted_sum import weighted_sum
+    from atomc.kernels.triton.rows.gate import GateConstants
 
     if isinstance(given["w13"], tuple):
         return packed_launches(model, given, tile)
