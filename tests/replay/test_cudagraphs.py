@@ -505,8 +505,8 @@ def test_addresses_are_compared_for_the_inputs_with_these_numbers(monkeypatch, i
         monkeypatch.setattr(core, "_ARE_AT", None)
     elif core._ARE_AT is None:
         pytest.skip("torch is not built for CUDA")
-    inputs = (torch.zeros(3), 2, torch.zeros(3), None, torch.zeros(0))
+    inputs = [torch.zeros(3), 2, torch.zeros(3), None, torch.zeros(0)]
     expected = core.addresses(inputs)
-    assert core.are_at(inputs, expected, [0, 2, 4]) and core.are_at(inputs, expected, ())
-    moved = (inputs[0], 3, inputs[2].clone(), None, inputs[4])
+    assert core.are_at(inputs, expected, [0, 2, 4]) and core.are_at(inputs, expected, [])
+    moved = [inputs[0], 3, inputs[2].clone(), None, inputs[4]]
     assert core.are_at(moved, expected, [0, 4]) and not core.are_at(moved, expected, [0, 2])
