@@ -18,6 +18,7 @@ import sympy
 
 from atomc.ops.op import REGISTRY
 from atomc.platform import Platform
+from atomc.report.kernel_ranges import choices_by_op
 from atomc.report.records import KernelChoice, OpCost, grouped_by
 from atomc.token_range import Tokens
 
@@ -171,15 +172,13 @@ def predict(
 
     Raises ValueError naming other sizes of the graph.
     """
-    here = [choice for choice in choices if sizes["T"] in Tokens.of(choice.tokens)]
-    kernels = {name: choice.chosen for choice in here for name in choice.made_of}
-    kernels |= {choice.node: choice.chosen for choice in here}
-    return [_predicted(cost, kernels, platform, sizes, table) for cost in costs]
+    of_op = choices_by_op(choice for choice in choices if sizes["T"] in Tokens.of(choice.tokens))
+    return [_predicted(cost, of_op(cost), platform, sizes, table) for cost in costs]
 
 
 def _predicted(
     cost: OpCost,
-    kernels: Mapping[str, str],
+    choices: Sequence[KernelChoice],
     platform: Platform,
     sizes: Mapping[str, int],
     table: Table | None,
@@ -188,8 +187,7 @@ def _predicted(
         evaluated(formula, tuple(sorted({"N": 1, **sizes}.items())))
         for formula in (cost.bytes, cost.flops, cost.sent)
     )
-    names = (*cost.nodes, *cost.made_of)
-    kernel = next((kernels[name] for name in names if name in kernels), GLUE)
+    kernel = next((choice.chosen for choice in choices), GLUE)
     least = work(platform, cost.rate, moved, flops, table)
     if least is not None and platform.link:
         least += sent / platform.link

@@ -14,6 +14,7 @@ from atomc import ops, passes
 from atomc.compiler.select import Selection
 from atomc.options import Options
 from atomc.platform import Platform
+from atomc.report.kernel_ranges import choices_by_op
 from atomc.rewriting.graph_pass import Context
 from atomc.token_range import Tokens
 
@@ -163,3 +164,18 @@ def test_the_gates_of_stock_models_are_fused(kind: str) -> None:
         model.requires_grad_(False), torch.arange(5)[None], use_cache=False, platform="h200"
     )
     assert report.matches["linear_gated"] == 2
+
+
+def test_the_page_shows_the_kernel_of_each_range_for_both_of_its_ops() -> None:
+    mlp = MLP().bfloat16().requires_grad_(False)
+    report = atomc.explain(mlp, X, platform="h200", dynamic=True)
+    of_op = choices_by_op(report.kernels)
+    kernels = {
+        (cost.op, cost.module_path): [(choice.op, choice.chosen) for choice in of_op(cost)]
+        for cost in report.costs
+    }
+    assert kernels["silu_and_mul", ""] == [("linear_gated", "triton"), ("silu_and_mul", "triton")]
+    assert sorted(runs for (op, _), runs in kernels.items() if op == "linear") == [
+        [("linear", "triton"), ("linear", "cuda")],
+        [("linear_gated", "triton"), ("linear", "cuda")],
+    ]

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from atomc.files.json_types import JSONLike
+from atomc.report.kernel_ranges import choices_by_op
 from atomc.report.records import another_kernel, grouped_by, spans
 from atomc.report.render import formula
 from atomc.report.render.graph_diff import Block, fold_layers
@@ -157,8 +158,9 @@ class Graph:
         origin = {line.name: line for line in self.captured}
         groups: dict[Hashable, OpRow] = {}
         layers: dict[Hashable, set[int]] = {}
+        of_op = choices_by_op(self.report.kernels)
         for cost in self.report.costs:
-            choices = [choice for node in cost.nodes for choice in self.choices.get(node, [])]
+            choices = of_op(cost)
             runs = runs_of(choices)
             refused = list(dict.fromkeys(other for choice in choices for other in choice.others))
             anywhere = {
