@@ -208,5 +208,7 @@ def _delete(tests: str, limit: int, file: str, changed: str) -> tuple[int, str, 
     return run._run(tests, limit, file, changed)
 
 
+if __name__ == "__mp_main__":  # a rank that a test starts: what refuses there is not noted
+    Watcher("")
 if __name__ == "__main__":
     sys.exit(main(**vars(arguments())))
