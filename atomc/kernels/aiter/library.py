@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.graph.sizes import known_equal
+from atomc.graph.sizes import known_equal, same_shape, same_sizes
 from atomc.kernels.checks import Refuses
 from atomc.kernels.row_views import as_rows
 from atomc.ops.op import Refusal
@@ -135,10 +135,6 @@ def foreign_operands(platform: Platform, x: Tensor, weight: Tensor) -> Refusal |
     return foreign_fp8(platform, weight.dtype, x.dtype)
 
 
-def foreign_weight(platform: Platform, weight: Tensor) -> Refusal | None:
-    return foreign_fp8(platform, weight.dtype)
-
-
 def foreign_codes(platform: Platform, dtype: torch.dtype) -> Refusal | None:
     return foreign_fp8(platform, dtype)
 
@@ -170,7 +166,7 @@ def scattered(**tensors: Tensor | None) -> Refusal | None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if tensor.dim() == 0 or not isinstance(tensor.shape[-1], int):
+        if not isinstance(tensor.shape[-1], int):
             return Refusal("shape", f"the rows of {name} have no fixed width")
         if tensor.shape[-1] > 1 and not known_equal(tensor.stride(-1), 1):
             return Refusal("layout", f"the last dimension of {name} is not contiguous")
@@ -218,20 +214,23 @@ def product_of_rows(
 
 
 def neighbours(first: Tensor, second: Tensor) -> bool:
-    """Whether the two, of one dtype, are the halves of one tensor's rows."""
+    """Whether the two, of one dtype, are the halves of one tensor's rows, which follow each
+    other.
+    """
     return (
         first.untyped_storage()._cdata == second.untyped_storage()._cdata
-        and first.dim() == second.dim() >= 2
-        and all(known_equal(a, b) for a, b in zip(first.shape, second.shape, strict=True))
-        and all(known_equal(a, b) for a, b in zip(first.stride(), second.stride(), strict=True))
+        and first.dim() >= 2
+        and same_shape(first, second)
+        and same_sizes(first.stride(), second.stride())
         and known_equal(second.storage_offset(), first.storage_offset() + first.shape[-1])
         and known_equal(first.stride(-2), 2 * first.shape[-1])
+        and scattered(first=first) is None
     )
 
 
 def side_by_side(first: Tensor, second: Tensor) -> Tensor:
     """The rows of both in one tensor [rows, 2 D], without a copy where they are neighbours."""
-    if neighbours(first, second) and scattered(first=first) is None:
+    if neighbours(first, second):
         width = 2 * first.shape[-1]
         return first.as_strided((first.numel() // first.shape[-1], width), (width, 1))
     return torch.cat((as_rows(first), as_rows(second)), -1)

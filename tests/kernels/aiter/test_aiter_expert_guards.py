@@ -146,6 +146,7 @@ def test_static_and_dynamic_scales_are_not_mixed() -> None:
     for given in (
         per_tensor | {"act_scale": None},
         per_tensor | {"w13_scale": of_rows["w13_scale"]},
+        per_tensor | {"w2_scale": of_rows["w2_scale"]},
     ):
         assert reason("experts.moe_experts_fp8", given) == said
 

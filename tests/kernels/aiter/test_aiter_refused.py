@@ -20,6 +20,7 @@ from kernel_cases.draw import EPS, Draw
 from kernel_cases.experts import fp8, fp8_block, int4, mxfp4, route
 from kernel_cases.indexer import index_written, ranked_codes
 from kernel_cases.mla import (
+    latent_attended,
     latent_paged,
     latent_rope_written,
     latent_written,
@@ -27,6 +28,7 @@ from kernel_cases.mla import (
     split_and_joined,
 )
 from kernel_cases.rope import roped
+from kernel_cases.rows import reducing
 from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
 from kernel_cases.state import norm_rope_written, rope_written, written
 from row_cases import by_column, halves
@@ -40,6 +42,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from atomc.kernels.aiter import library
+from atomc.kernels.aiter.attention import shuffled_cache
 from atomc.kernels.aiter.collective.collective import get_tp_group
 from atomc.kernels.aiter.rows import norm_rope_kv_write
 from atomc.ops.op import REGISTRY, Refusal, refusal
@@ -108,12 +111,116 @@ def overlapping(x: Tensor) -> Tensor:
     return memory.copy_(x)
 
 
+def behind_tokens(make: Make, *names: str) -> Make:
+    """With a batch of one behind the tokens."""
+
+    def batched(draw: Draw) -> dict[str, Any]:
+        given = make(draw)
+        return given | {name: given[name].unsqueeze(1) for name in names}
+
+    return batched
+
+
+def one_scale(draw: Draw, name: str) -> dict[str, Any]:
+    """fp8 whose other scales are those of rows."""
+    given = scaled_fp8(draw, 3, 512, out=128)
+    return given | {name: given[name].flatten()[:1]}
+
+
 def without_heads(draw: Draw) -> dict[str, Any]:
     given = roped(draw, heads=1)
     return given | {name: given[name].squeeze(1) for name in ("x", "cos", "sin")}
 
 
 CASES: dict[str, tuple[str, Make]] = {
+    **{
+        f"fp8, one number as {name}, {file}": (
+            f"{file}.scaled_linear_fp8",
+            partial(one_scale, name=name),
+        )
+        for file in ("scaled_linear", "scaled_linear_rows", "scaled_linear_triton")
+        for name in ("x_scale", "weight_scale")
+    },
+    "fp8 by blocks, out in fp32": (
+        "scaled_linear_blocks.scaled_linear_fp8_block",
+        lambda draw: by_column(scaled_blocks(draw, 3, 128, out=64)) | {"out_dtype": torch.float32},
+    ),
+    "fp8 by blocks, a weight by column": (
+        "scaled_linear.scaled_linear_fp8_block",
+        lambda draw: (
+            (given := scaled_blocks(draw, 3, 128, out=128))
+            | {"weight": given["weight"].t().contiguous().t()}
+        ),
+    ),
+    "MXFP4 with a bias": (
+        "scaled_linear.linear_mxfp4",
+        lambda draw: mxfp4_operands(draw, 3, 256, out=48, activation="mxfp4", bias=True),
+    ),
+    "MXFP4 by 16 bits": (
+        "scaled_linear.linear_mxfp4",
+        lambda draw: mxfp4_operands(draw, 3, 256, out=48),
+    ),
+    "MXFP4 by 16 bits in Triton": (
+        "scaled_linear_triton.linear_mxfp4",
+        lambda draw: mxfp4_operands(draw, 3, 256, out=48),
+    ),
+    "a sum of whole numbers": (
+        "collective.all_reduce",
+        reducing(lambda draw: {"x": draw.below(9, 3, 8)}),
+    ),
+    "an activation in fp32": (
+        "activation.silu_and_mul",
+        lambda draw: dict(
+            zip(("gate", "up"), draw.normal(3, 64, dtype=torch.float32).chunk(2, -1), strict=True)
+        ),
+    ),
+    "LayerNorm without a weight": (
+        "norm.layer_norm",
+        lambda draw: rows(draw, 3, 64) | {"weight": None, "bias": draw.normal(64)},
+    ),
+    "one cosine for all rows": ("rope.rope", of_tokens_that_share_angles(roped, "cos")),
+    "tokens before a batch": (
+        "rope_kv_write.rope_kv_write",
+        behind_tokens(partial(rope_written, cache=torch.bfloat16), "q", "k", "v", "cos", "sin"),
+    ),
+    "one angle for all tokens, shuffled": (
+        "shuffled_norm_rope_kv_write.qk_norm_rope_kv_write",
+        of_tokens_that_share_angles(partial(norm_rope_written, rope_style="half"), "cos", "sin"),
+    ),
+    "latents in fp32": (
+        "latent_attention_triton.mla_absorbed_attention",
+        lambda draw: latent_paged(draw, [(1, 5), (1, 7)], cache=torch.float32),
+    ),
+    "latents of 8 rotated columns": (
+        "latent_attention_triton.mla_absorbed_attention",
+        lambda draw: latent_paged(draw, [(1, 5), (1, 7)], rotated=8),
+    ),
+    "assembly, codes without a scale": (
+        "latent_attention.mla_absorbed_attention",
+        lambda draw: (
+            latent_paged(
+                draw,
+                [(1, 5), (1, 7)],
+                heads=16,
+                latent=512,
+                rotated=64,
+                cache=torch.float8_e4m3fn,
+            )
+            | {"kv_scale": None}
+        ),
+    ),
+    "assembly, 32 rotated columns": (
+        "latent_attention.mla_absorbed_attention",
+        lambda draw: latent_paged(draw, [(1, 5), (1, 7)], heads=16, latent=512, rotated=32),
+    ),
+    "rotation into a latent of 256": (
+        "latent_cache.mla_rope_kv_write",
+        lambda draw: latent_rope_written(draw, heads=8, latent=256, rotated=64),
+    ),
+    "latent attention, two dimensions of batches": (
+        "latent_prompts.mla_attention",
+        partial(latent_attended, batch=(2, 2)),
+    ),
     "attention, two dimensions of batches": (
         "attention.attention",
         partial(attended, batch=(2, 2)),
@@ -229,7 +336,13 @@ CASES: dict[str, tuple[str, Make]] = {
     ),
     "latents, rows of no vector": (
         "latent_cache.mla_kv_write",
-        lambda draw: latent_written(draw, latent=20, rotated=16),
+        lambda draw: (
+            (given := latent_written(draw, latent=20, rotated=16))
+            | {
+                name: placed(given[name], -1, more=more)
+                for name, more in (("kv_c", 4), ("k_pe", 8))
+            }
+        ),
     ),
     "latents in Triton, 48 columns": ("mla.mla_rope_kv_write", latent_rope_written),
     "latents in Triton, 24 rotated": (
@@ -400,7 +513,6 @@ def symbolic(x: Tensor) -> tuple[Tensor, ShapeEnv]:
     [
         ("norm.rms_norm", "x", lambda draw: rows(draw, 5, 64)),
         ("quant.quant_fp8_per_token", "x", lambda draw: x_of(draw, 5, 64)),
-        ("scaled_linear.scaled_linear_int8", "weight", lambda d: int8_operands(d, 5, 64, out=32)),
     ],
 )
 def test_rows_of_no_fixed_width_are_refused_without_a_guard(
@@ -453,9 +565,11 @@ def test_a_sum_before_aiters_group_is_set_up_is_refused() -> None:
 
 
 def halves_of_other_shapes(draw: Draw) -> dict[str, tuple[Tensor, Tensor]]:
-    memory = draw.normal(5, 128)
-    first, second = memory.chunk(2, -1)
+    first, second = draw.normal(5, 128).chunk(2, -1)
+    left, right = draw.normal(2, 5, 128)[:, :4].chunk(2, -1)
     return {
+        "batches with gaps": (left, right),
+        "a vector and rows": (first[0], second),
         "one row for all": (first, second[:1].expand(5, 64)),
         "one row": (first, second[:1]),
         "a vector": (first, second[0]),
@@ -469,8 +583,20 @@ def test_halves_of_other_shapes_are_no_neighbours(case: str) -> None:
     assert not library.neighbours(first, second)
 
 
-def test_heads_of_one_row_for_all_tokens_share_no_rows() -> None:
+@pytest.mark.parametrize("case", ["one row for all tokens", "columns before heads"])
+def test_keys_of_other_strides_share_no_rows(case: str) -> None:
     q, k, v = Draw(torch.bfloat16).heads(5, 4, 2, 2, width=16)
-    k = k[:1].expand(5, 2, 16)
+    if case == "one row for all tokens":
+        k = k[:1].expand(5, 2, 16)
+    else:
+        k = k.flatten(1).unflatten(1, (16, 2)).transpose(1, 2)
     joined = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), 1)
     assert torch.equal(norm_rope_kv_write._rows_of(q, k, v), joined)
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_a_shuffled_cache_with_gaps_is_refused(name: str) -> None:
+    caches = {key: Draw(torch.bfloat16).normal(3, 16, 2, 64) for key in ("k_cache", "v_cache")}
+    assert shuffled_cache.unshuffled(**caches) is None
+    caches[name] = placed(caches[name], 0, step=2)
+    assert shuffled_cache.unshuffled(**caches) == Refusal("layout", "a cache is not contiguous")

@@ -73,7 +73,7 @@ def test_halves_that_no_flipped_bit_finds_are_refused() -> None:
         return refused("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write", given)
 
     assert rotating(64) is rotating(128) is None
-    for columns in (96, 24):
+    for columns in (96, 24, 20):
         assert rotating(columns) == Refusal(
             "shape",
             f"{columns} of 128 columns rotate: the halves are no power of two apart",

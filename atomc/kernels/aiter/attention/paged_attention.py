@@ -39,11 +39,11 @@ KEYS_PER_ROW = 4
         installed(flash_attn_varlen_func),
         single_key,
         unattended,
-        lambda q, k_cache, v_cache: unlike((q.dtype,), k_cache=k_cache, v_cache=v_cache),
+        lambda q, k_cache: unlike((q.dtype,), k_cache=k_cache),
         # Its assembly does not look at sinks, and is not told apart.
-        named("sinks k_scale v_scale", unsupported, "AITER's attention"),
+        named("sinks k_scale", unsupported, "AITER's attention"),
         lambda q, v_cache: unaligned_heads(q, v_cache, WIDEST),
-        lambda k_cache, v_cache: scattered_blocks(k_cache, v_cache),
+        lambda k_cache: scattered_blocks(k_cache),
     ),
 )
 def paged_attention(

@@ -24,15 +24,15 @@ def shuffled_views(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unshuffled(k_cache: Tensor, v_cache: Tensor) -> Refusal | None:
-    """Why these cannot be caches in pieces of 16 bytes. A block has a power of two of tokens."""
+    """Why these cannot be caches in pieces of 16 bytes. A block has 16 tokens, or several times as
+    many.
+    """
     x = PIECE // k_cache.dtype.itemsize
-    size, width = k_cache.shape[1], k_cache.shape[3]
+    width = k_cache.shape[3]
     if not all(known_equal(a, b) for a, b in zip(k_cache.shape, v_cache.shape, strict=True)):
         return Refusal("shape", "keys and values differ in width")
-    if width % x or (isinstance(size, int) and size % x):
-        return Refusal(
-            "shape", f"blocks of {size} tokens of {width} columns are no whole pieces of {x}"
-        )
+    if width % x:
+        return Refusal("shape", f"heads of {width} are no whole pieces of {x}")
     for cache in (k_cache, v_cache):
         for d in range(4):
             if not known_equal(cache.stride(d), math.prod(cache.shape[d + 1 :])):

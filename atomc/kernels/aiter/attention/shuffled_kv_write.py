@@ -16,7 +16,7 @@ refuse_kv_write = first_refusal(
     installed(reshape_and_cache),
     named("k v k_cache v_cache", unlike, HALVES),
     named("k_scale v_scale", scaled),
-    named("k v", wrong_rank, (3,)),
+    named("k", wrong_rank, (3,)),
     named("k v", apart),
     unwritable,
 )

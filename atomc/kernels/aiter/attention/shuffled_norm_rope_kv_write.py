@@ -13,7 +13,7 @@ from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views, unwrita
 from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.aiter.rows.kv_write import scaled
 from atomc.kernels.aiter.rows.rope import moving, not_by_token, rotated_width
-from atomc.kernels.checks import first_refusal, named, strided, unlike, wrong_rank
+from atomc.kernels.checks import first_refusal, named, strided, unlike
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 
@@ -57,7 +57,6 @@ def _unfused(q: Tensor, k: Tensor, cos: Tensor, norm_style: str, rope_style: str
         lambda q, q_weight, k_weight: unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight),
         named("k_scale v_scale", scaled),
         moving,
-        named("q k v", wrong_rank, (3,)),
         _unfused,
         named("q_weight k_weight", strided),
         not_by_token,

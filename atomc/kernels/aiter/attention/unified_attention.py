@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views, unshuffled
+from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views
 from atomc.kernels.aiter.library import FP8_OF, Function, installed, unfit
-from atomc.kernels.aiter.rows.kv_write import odd_blocks
+from atomc.kernels.aiter.rows.kv_write import odd_blocks, odd_heads
 from atomc.kernels.checks import first_refusal, named, strided, unlike
 from atomc.kernels.row_views import as_heads
 from atomc.ops.formats import HALVES
@@ -77,20 +77,12 @@ def unattended(
     return strided(q=q) or odd_blocks(k_cache)
 
 
-def _odd_width(q: Tensor) -> Refusal | None:
-    width = q.shape[-1]
-    if width & (width - 1):
-        return Refusal("shape", f"heads of {width}: AITER takes a power of two")
-    return None
-
-
 # Why `attended` does not serve these in the shuffled layout, which has no codes.
 unattended_shuffled = first_refusal(
     installed(shuffled_attention),
-    _odd_width,
-    named("q k_cache v_cache", unlike, HALVES),
+    odd_heads,
+    named("q k_cache", unlike, HALVES),
     unattended,
-    unshuffled,
 )
 
 

@@ -11,7 +11,7 @@ from atomc import ops
 from atomc.kernels.aiter.collective.groups import get_tp_group
 from atomc.kernels.aiter.library import Function, installed, scattered
 from atomc.kernels.checks import first_refusal, named, unlike
-from atomc.ops.formats import HALVES
+from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -43,8 +43,8 @@ def _foreign(platform: Platform, process_group: str) -> Refusal | None:
 @ops.all_reduce.kernel(
     "aiter",
     refuses=first_refusal(
-        installed(get_tp_group, tensor_model_parallel_all_reduce),
-        named("x", unlike, HALVES),
+        installed(tensor_model_parallel_all_reduce),
+        named("x", unlike, FLOATS),
         _foreign,
     ),
 )
@@ -55,9 +55,9 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 refuse_allreduce_add_rms_norm = first_refusal(
-    installed(get_tp_group, tensor_model_parallel_fused_allreduce_rmsnorm),
+    installed(tensor_model_parallel_fused_allreduce_rmsnorm),
     named("x residual weight", unlike, HALVES),
-    named("x residual weight", scattered),
+    named("weight", scattered),
     _foreign,
 )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, foreign_fp8, installed, scattered
+from atomc.kernels.aiter.library import Function, foreign_fp8, installed
 from atomc.kernels.aiter.linear.packing import relaid_weight, shuffled_weight
 from atomc.kernels.checks import first_refusal, named, unknown, unlike, unsupported, wrong_result
 from atomc.ops.formats import HALVES
@@ -98,7 +98,7 @@ def unfilled(platform: Platform, w2: Tensor) -> Refusal | None:
     "aiter",
     refuses=first_refusal(
         installed(fused_moe, QuantType, ActivationType),
-        named("x w13 w2", unlike, HALVES),
+        named("x", unlike, HALVES),
         ungated,
         named("activation", unknown, tuple(ACTIVATIONS)),
         unfilled,
@@ -161,7 +161,6 @@ def _other_activation(x_scale: Tensor, activation: str) -> Refusal | None:
         ungated,
         _other_activation,
         unfilled,
-        named("w13_scale w2_scale", scattered),
     ),
     prepare={"w13": relaid_gate_up, "w2": relaid_weight},
     rounds="once",

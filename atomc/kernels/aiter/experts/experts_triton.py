@@ -98,9 +98,7 @@ def summed(results: Tensor, dtype: torch.dtype) -> Tensor:
     "aiter",
     refuses=first_refusal(
         installed(moe_align_block_size_triton, fused_moe),
-        named("x w13 w2", unlike, FLOATS),
         named("b13 b2", unsupported, "AITER's kernel"),
-        named("x", scattered),
     ),
 )
 def moe_experts(

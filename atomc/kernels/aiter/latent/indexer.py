@@ -13,9 +13,9 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.latent.latent_walk import visible_keys
 from atomc.kernels.aiter.library import FP8_OF, Function, installed
-from atomc.kernels.checks import first_refusal, named, scattered_slots, strided, unlike
+from atomc.kernels.checks import first_refusal, named, scattered_slots, unlike
 from atomc.kernels.row_views import as_heads, as_rows
-from atomc.ops.formats import FLOATS, FP8
+from atomc.ops.formats import FLOATS
 from atomc.ops.indexer import SCALE_BYTES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -64,8 +64,6 @@ def index_write(k: Tensor, index_cache: Tensor, slots: Tensor) -> Tensor:
 
 
 def _other_queries(q: Tensor, topk: int) -> Refusal | None:
-    if q.dtype not in FP8:
-        return Refusal("dtype", f"queries in {q.dtype}: AITER multiplies them in fp8")
     if topk != TOPK:
         return Refusal("argument", f"{topk} chosen keys: AITER is used for {TOPK}")
     if q.shape[-2] not in HEADS:
@@ -82,7 +80,6 @@ def _other_queries(q: Tensor, topk: int) -> Refusal | None:
         lambda platform, q: unlike((FP8_OF[platform.arch],), q=q),
         named("weights", unlike, (torch.float32,)),
         _uncached,
-        named("q weights block_tables", strided),
     ),
 )
 def paged_index_topk(

@@ -187,7 +187,7 @@ def _unwalked(
         _other_heads,
         _unread,
         lambda kv_cache: scattered_blocks(kv_cache),
-        named("q kv_cache", strided),
+        named("kv_cache", strided),
         _unwalked,
     ),
     shared=ops.Shared(schedule, ("seq_lens", "block_tables"), _constants),

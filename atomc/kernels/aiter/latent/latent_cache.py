@@ -140,15 +140,14 @@ def mla_kv_write(
 def unwritable_queries(
     platform: Platform, rows: LatentRows, kv_cache: Tensor, slots: Tensor, scale: Tensor | None
 ) -> Refusal | None:
-    """Why `write_queries` does not serve these, whatever q_nope is."""
-    _, q_pe, kv_c, k_pe, cos, sin, style = rows
+    """Why `write_queries` does not serve these, with q_nope of any width."""
+    q_nope, q_pe, kv_c, k_pe, cos, sin, style = rows
     return (
         unfit(platform, fused_qk_rope_concat_and_cache_mla)
         or unsupported("AITER's write, which does not saturate rotated codes,", scale=scale)
-        or unlike(HALVES, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, cos=cos, sin=sin, kv_cache=kv_cache)
+        or unlike(HALVES, q_nope=q_nope, kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
+        or unlike((kv_c.dtype,), q_pe=q_pe, cos=cos, sin=sin)
         or moving(style)
-        or wrong_rank((3,), q_pe=q_pe)
-        or wrong_rank((2,), kv_c=kv_c)
         or _other_widths(kv_c.shape[-1], q_pe.shape[-1], q_pe.shape[-2])
         or partly_rotated(q_pe.shape[-1], cos, style)
         or _two_angles(style)
@@ -213,7 +212,6 @@ def _refuse_mla_rope_kv_write(
     rows = latent_rows(**operands)
     return (
         unwritable_queries(platform, rows, kv_cache, slots, scale)
-        or unlike(HALVES, q_nope=rows.q_nope, kv_c=rows.kv_c)
         or outside_of_latents(rows.q_nope, rows.kv_c)
         or strided(q_nope=rows.q_nope)
         or _off_vectors(q_nope=rows.q_nope)

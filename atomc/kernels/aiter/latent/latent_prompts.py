@@ -108,7 +108,7 @@ def _unwalked(
     refuses=first_refusal(
         refuse_chosen,
         installed(flash_attn_varlen_func),
-        named("q weight", unlike, HALVES),
+        named("q", unlike, HALVES),
         _odd_cached_heads,
         lambda kv_cache: scattered_blocks(kv_cache),
         named("weight", strided),

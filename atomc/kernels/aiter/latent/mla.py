@@ -23,7 +23,6 @@ from atomc.kernels.checks import (
     scattered_slots,
     strided,
     unlike,
-    wrong_rank,
 )
 from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
@@ -48,13 +47,11 @@ fused_fp4_bmm_rope_cat_and_cache_mla = Function(
 def _unwritable(
     rows: LatentRows, kv_cache: Tensor, slots: Tensor, scale: Tensor | None
 ) -> Refusal | None:
-    q_nope, q_pe, kv_c, k_pe, cos, sin, style = rows
+    q_nope, q_pe, kv_c, _, cos, sin, style = rows
     return (
-        unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, cos=cos, sin=sin)
+        unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c, cos=cos, sin=sin)
         or coded(scale, kv_cache=kv_cache)
         or moving(style)
-        or wrong_rank((3,), q_pe=q_pe)
-        or wrong_rank((2,), kv_c=kv_c)
         or _odd_widths(kv_c.shape[-1], q_pe.shape[-1])
         or partly_rotated(q_pe.shape[-1], cos, style)
         or not_by_token(q_pe, cos, sin)
@@ -132,8 +129,6 @@ def _refuse_bmm_rope_kv_write(
     rounding: str,
     **operands: Unpack[Operands],
 ) -> Refusal | None:
-    if scheme not in ("fp8", "mxfp4"):
-        return Refusal("argument", f"AITER has no product by head in {scheme}")
     function = (
         fused_fp8_bmm_rope_cat_and_cache_mla
         if scheme == "fp8"

@@ -19,7 +19,7 @@ from atomc.kernels.aiter.latent.latent_cache import (
 from atomc.kernels.aiter.latent.latent_rows import Operands, latent_rows
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rows.rope import refuse_rope, rope
-from atomc.kernels.checks import odd_group, unlike, wrong_rank
+from atomc.kernels.checks import odd_group, unlike
 from atomc.kernels.row_views import with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
@@ -51,10 +51,8 @@ def _refuse_mla_rope_kv_write(
     rows = latent_rows(**operands)
     return (
         unwritable_tokens(platform, rows.kv_c, rows.k_pe, kv_cache, slots, scale)
-        or unlike(HALVES, q_nope=rows.q_nope, q_pe=rows.q_pe, kv_c=rows.kv_c)
-        or wrong_rank((3,), q_pe=rows.q_pe)
+        or unlike(HALVES, q_nope=rows.q_nope, kv_c=rows.kv_c)
         or refuse_rope(platform, rows.q_pe, rows.cos, rows.sin, rows.style)
-        or refuse_rope(platform, rows.k_pe, rows.cos, rows.sin, rows.style)
     )
 
 
@@ -83,8 +81,6 @@ def _refuse_bmm_rope_kv_write(
     rounding: str,
     **operands: Unpack[Operands],
 ) -> Refusal | None:
-    if scheme not in ("fp8", "mxfp4"):
-        return Refusal("argument", f"AITER has no product by head in {scheme}")
     if reason := unfit(platform, batched_gemm_a8w8 if scheme == "fp8" else batched_gemm_a16wfp4):
         return reason
     if scheme == "fp8":
@@ -92,8 +88,8 @@ def _refuse_bmm_rope_kv_write(
     else:
         product = no_mxfp4(platform) or rounded_up(rounding)
     rows = latent_rows(**operands)
-    if reason := product or unlike(HALVES, q_nope=rows.q_nope, kv_c=rows.kv_c):
-        return reason
+    if product:
+        return product
     if not known_equal(weight.shape[1], rows.kv_c.shape[-1]):
         return Refusal("shape", "the weight does not lead to the latent space")
     return unwritable_queries(platform, rows, kv_cache, slots, scale)

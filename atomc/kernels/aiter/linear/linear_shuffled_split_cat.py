@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_operands, installed
-from atomc.kernels.aiter.linear.packing import shuffled_weight, untiled
+from atomc.kernels.aiter.linear.packing import shuffled_weight
 from atomc.kernels.checks import first_refusal, unlike, wrong_result
 from atomc.kernels.row_views import as_rows
 from atomc.ops.formats import HALVES
@@ -30,8 +30,6 @@ BLOCK = 128
 def partial_tiles(weight: Tensor, inputs: int) -> Refusal | None:
     """Unless the weight consists of whole tiles of so many bytes a row."""
     n, k = weight.shape
-    if reason := untiled(weight):
-        return reason
     if n % OUTPUTS or k % inputs:
         return Refusal(
             "shape",
@@ -76,12 +74,6 @@ def split_cat(
     return k.view(shapes[0]), v.view(shapes[1])
 
 
-def _other_scheme(scheme: str) -> Refusal | None:
-    if scheme != "fp8_block":
-        return Refusal("argument", f"AITER's kernel multiplies in fp8 by blocks, not in {scheme}")
-    return None
-
-
 def other_keys(k_pe: Tensor, out_dtype: torch.dtype) -> Refusal | None:
     """Unless the rotated keys have the dtype of the result."""
     return unlike(HALVES, k_pe=k_pe) or wrong_result((k_pe.dtype,), out_dtype)
@@ -90,7 +82,6 @@ def other_keys(k_pe: Tensor, out_dtype: torch.dtype) -> Refusal | None:
 @ops.linear_split_cat.kernel(
     "aiter",
     refuses=first_refusal(
-        _other_scheme,
         installed(fused_gemm_a8w8_blockscale_preshuffle_split_cat),
         other_keys,
         foreign_operands,

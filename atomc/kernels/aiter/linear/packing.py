@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from atomc.ops.op import Prepared, Refusal
+from atomc.ops.op import Prepared
 
 
 def e2m1_view(packed: Tensor) -> Tensor:
@@ -65,15 +65,3 @@ def relaid_scale(scale: Tensor) -> Prepared:
     n, k = scale.shape
     ones = scale.new_full((n + -n % 256, k), 127)
     return Prepared((_tiled(scale.detach(), ones),))
-
-
-def untiled(weight: Tensor) -> Refusal | None:
-    """Why shuffled_weight does not take this weight, or None."""
-    n, k = weight.shape
-    if not isinstance(n, int) or not isinstance(k, int) or n % 16 or k % 32:
-        return Refusal(
-            "shape", f"a weight of {n} x {k} bytes does not fill AITER's tiles of 16 x 32"
-        )
-    if weight.stride() != (k, 1):
-        return Refusal("layout", "the rows of the weight do not follow each other")
-    return None

@@ -24,7 +24,6 @@ from atomc.kernels.aiter.linear.packing import (
     relaid_scale,
     relaid_weight,
     shuffled_scale,
-    untiled,
 )
 from atomc.kernels.checks import first_refusal, named, uneven, unsupported, wrong_result
 from atomc.kernels.row_views import as_rows, with_lead
@@ -40,16 +39,14 @@ gemm_a4w4 = Function("gemm_a4w4", "aiter", takes=["dtype", "bpreshuffle"])
 AT_ONCE = 256
 
 
-def unmultiplied(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Refusal | None:
+def unmultiplied(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Refusal | None:
     """What AITER's products in few bits have in common, and do not take."""
     if reason := wrong_result(HALVES, out_dtype) or unsupported("AITER's kernel", bias=bias):
         return reason
     n, k = weight.shape
-    if not isinstance(n, int) or not isinstance(k, int) or n % 16 or k % 16:
+    if n % 16 or k % 16:
         return Refusal("shape", f"a weight of {n} x {k}: AITER takes multiples of 16")
-    return scattered(x=x, weight=weight)
+    return None
 
 
 def _scaled_by_row(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
@@ -65,7 +62,6 @@ def _scaled_by_row(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
         foreign_operands,
         _scaled_by_row,
         unmultiplied,
-        named("x weight", gapped),
     ),
 )
 def scaled_linear_fp8(
@@ -74,7 +70,7 @@ def scaled_linear_fp8(
     if not x.numel():
         return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
     out: Tensor = gemm_a16w16(
-        as_rows(x), weight, otype=out_dtype, scale_a=x_scale, scale_b=weight_scale
+        dense_rows(x), weight, otype=out_dtype, scale_a=x_scale, scale_b=weight_scale
     )
     return with_lead(out, x)
 
@@ -97,6 +93,7 @@ def _other_blocks(weight: Tensor, x_scale: Tensor, block: int) -> Refusal | None
         foreign_operands,
         unmultiplied,
         _other_blocks,
+        named("weight", scattered),
         named("weight_scale", gapped),
     ),
 )
@@ -118,8 +115,8 @@ def scaled_linear_int8(
     return product_of_rows(gemm_a8w8, x, weight, x_scale, weight_scale, dtype=out_dtype)
 
 
-def not_mxfp4(x: Tensor, x_scale: Tensor | None) -> Refusal | None:
-    if x.dtype == torch.uint8 and x_scale is not None:
+def not_mxfp4(x: Tensor) -> Refusal | None:
+    if x.dtype == torch.uint8:
         return None
     return Refusal("dtype", f"AITER's kernel multiplies MXFP4 by MXFP4, here x is {x.dtype}")
 
@@ -132,7 +129,6 @@ def not_mxfp4(x: Tensor, x_scale: Tensor | None) -> Refusal | None:
         not_mxfp4,
         named("out_dtype", wrong_result, (torch.bfloat16,)),
         unmultiplied,
-        untiled,
         lambda weight: uneven(2 * weight.shape[1], AT_ONCE),
     ),
     prepare={"weight": relaid_weight, "weight_scale": relaid_scale},
@@ -149,7 +145,7 @@ def linear_mxfp4(
         return x.new_empty((*x.shape[:-1], tiles.shape[0]), dtype=out_dtype)
     assert x_scale is not None
     out: Tensor = gemm_a4w4(
-        e2m1_view(as_rows(x).contiguous()),
+        e2m1_view(dense_rows(x)),
         e2m1_view(tiles),
         e8m0_view(shuffled_scale(as_rows(x_scale))),
         e8m0_view(scale_tiles),

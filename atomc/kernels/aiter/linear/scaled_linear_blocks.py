@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
+from atomc.graph.sizes import same_sizes
 from atomc.kernels.aiter.library import (
     foreign_operands,
     gapped,
     installed,
     product_of_rows,
 )
-from atomc.kernels.aiter.linear.packing import relaid_weight, untiled
+from atomc.kernels.aiter.linear.packing import relaid_weight
 from atomc.kernels.aiter.linear.scaled_linear import gemm_a8w8_blockscale_bpreshuffle, unmultiplied
 from atomc.kernels.checks import first_refusal, named
+from atomc.kernels.row_views import as_rows
 from atomc.ops.op import Refusal
 
 BLOCK = 128
@@ -32,9 +33,8 @@ def _partial_tiles(weight: Tensor, x_scale: Tensor, block: int) -> Refusal | Non
             f"blocks of {block} in a weight of {n} x {k}: AITER's kernel takes blocks of {BLOCK}, "
             f"and whole tiles of {OUTPUTS} x {BLOCK}",
         )
-    if x_scale.dim() != 2 or not (
-        known_equal(x_scale.stride(0), 1) and known_equal(x_scale.stride(1), x_scale.shape[0])
-    ):
+    scales = as_rows(x_scale)
+    if not same_sizes(scales.stride(), (1, scales.shape[0])):
         return Refusal("layout", "AITER's kernel reads the scales column by column")
     return None
 
@@ -45,7 +45,6 @@ def _partial_tiles(weight: Tensor, x_scale: Tensor, block: int) -> Refusal | Non
         installed(gemm_a8w8_blockscale_bpreshuffle),
         foreign_operands,
         unmultiplied,
-        untiled,
         named("weight_scale", gapped),
         _partial_tiles,
     ),
@@ -59,7 +58,7 @@ def scaled_linear_fp8_block(
         gemm_a8w8_blockscale_bpreshuffle,
         x.contiguous(),
         tiles,
-        x_scale,
+        as_rows(x_scale),
         weight_scale,
         dtype=out_dtype,
     )

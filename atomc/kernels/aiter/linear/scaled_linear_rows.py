@@ -9,12 +9,11 @@ from atomc import ops
 from atomc.kernels.aiter.library import (
     dense_rows,
     foreign_operands,
-    foreign_weight,
     gapped,
     installed,
     product_of_rows,
 )
-from atomc.kernels.aiter.linear.packing import relaid_weight, untiled
+from atomc.kernels.aiter.linear.packing import relaid_weight
 from atomc.kernels.aiter.linear.scaled_linear import gemm_a8w8_bpreshuffle, unmultiplied
 from atomc.kernels.checks import first_refusal, named
 from atomc.ops.op import Refusal
@@ -49,11 +48,9 @@ def _other_scales(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
     "aiter",
     refuses=first_refusal(
         installed(gemm_a8w8_bpreshuffle),
-        foreign_weight,
-        _other_scales,
         foreign_operands,
+        _other_scales,
         unmultiplied,
-        untiled,
         lambda weight: _unfilled(*weight.shape),
         named("weight_scale", gapped),
     ),

@@ -10,7 +10,6 @@ from atomc.kernels.aiter.library import (
     Function,
     dense_rows,
     foreign_operands,
-    foreign_weight,
     installed,
     no_mxfp4,
     product_of_rows,
@@ -18,9 +17,8 @@ from atomc.kernels.aiter.library import (
     unfit,
 )
 from atomc.kernels.aiter.linear.scaled_linear import not_mxfp4
-from atomc.kernels.checks import first_refusal, named, unsupported, wrong_result
+from atomc.kernels.checks import first_refusal, named, unsupported
 from atomc.kernels.row_views import as_rows
-from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.ops.scaled_linear import ScaledOperands
 from atomc.platform import Platform
@@ -42,12 +40,6 @@ joins_splits = Function(
     "_gemm_splitk_reduce_kernel", "aiter.ops.triton._triton_kernels.common.splitk_reduce"
 )
 AT_ONCE = 256
-
-
-def _unmultiplied(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Refusal | None:
-    return wrong_result(FLOATS, out_dtype) or scattered(x=x, weight=weight, bias=bias)
 
 
 def _other_scales(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
@@ -73,7 +65,7 @@ def _multiplied(
 @ops.scaled_linear_fp8.kernel(
     "aiter",
     refuses=first_refusal(
-        installed(triton_gemm_a8w8), foreign_operands, _other_scales, _unmultiplied
+        installed(triton_gemm_a8w8), foreign_operands, _other_scales, named("bias", scattered)
     ),
 )
 def scaled_linear_fp8(**operands: Unpack[ScaledOperands]) -> Tensor:
@@ -81,7 +73,7 @@ def scaled_linear_fp8(**operands: Unpack[ScaledOperands]) -> Tensor:
 
 
 @ops.scaled_linear_int8.kernel(
-    "aiter", refuses=first_refusal(installed(triton_gemm_a8w8), _unmultiplied)
+    "aiter", refuses=first_refusal(installed(triton_gemm_a8w8), named("bias", scattered))
 )
 def scaled_linear_int8(**operands: Unpack[ScaledOperands]) -> Tensor:
     return _multiplied(**operands)
@@ -103,10 +95,8 @@ def _other_blocks(weight: Tensor, bias: Tensor | None, block: int) -> Refusal | 
     "aiter",
     refuses=first_refusal(
         installed(triton_gemm_a8w8_blockscale),
-        foreign_weight,
-        _other_blocks,
         foreign_operands,
-        _unmultiplied,
+        _other_blocks,
     ),
 )
 def scaled_linear_fp8_block(
@@ -136,7 +126,6 @@ def _past_the_end(platform: Platform, weight: Tensor) -> Refusal | None:
         not_mxfp4,
         _past_the_end,
         named("bias", unsupported, "AITER's kernel"),
-        _unmultiplied,
     ),
 )
 def linear_mxfp4(

@@ -9,14 +9,12 @@ from atomc.kernels.aiter.library import (
     Function,
     installed,
     neighbours,
-    scattered,
     side_by_side,
     unfit,
 )
-from atomc.kernels.checks import first_refusal, uneven, unknown, unlike
+from atomc.kernels.checks import first_refusal, uneven, unlike
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 aiter_silu_and_mul = Function("silu_and_mul", "aiter")
 GELUS = {
@@ -27,17 +25,17 @@ GELUS = {
 
 def apart(gate: Tensor, up: Tensor) -> Refusal | None:
     """Why the two are not halves of one tensor's rows, or None."""
-    if not neighbours(gate, up):
-        return Refusal(
-            "layout",
-            "gate and up do not lie side by side in one tensor, as a merged projection leaves them",
-        )
-    return scattered(gate=gate)
+    if neighbours(gate, up):
+        return None
+    return Refusal(
+        "layout",
+        "gate and up do not lie side by side in one tensor, as a merged projection leaves them",
+    )
 
 
 def _halves_of_rows(gate: Tensor, up: Tensor) -> Refusal | None:
     """The kernels store whole dwords, so that a row of an odd width would end in the next one."""
-    return unlike(HALVES, gate=gate, up=up) or apart(gate, up) or uneven(gate.shape[-1], 2)
+    return unlike(HALVES, gate=gate) or apart(gate, up) or uneven(gate.shape[-1], 2)
 
 
 def _gated(function: Function, gate: Tensor, up: Tensor) -> Tensor:
@@ -57,14 +55,12 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return _gated(aiter_silu_and_mul, gate, up)
 
 
-def _refuse_gelu_and_mul(
-    platform: Platform, gate: Tensor, up: Tensor, approximate: str
-) -> Refusal | None:
-    if reason := unknown(GELUS, approximate=approximate):
-        return reason
-    return unfit(platform, GELUS[approximate]) or _halves_of_rows(gate, up)
-
-
-@ops.gelu_and_mul.kernel("aiter", refuses=_refuse_gelu_and_mul, rounds="once")
+@ops.gelu_and_mul.kernel(
+    "aiter",
+    refuses=first_refusal(
+        lambda platform, approximate: unfit(platform, GELUS[approximate]), _halves_of_rows
+    ),
+    rounds="once",
+)
 def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
     return _gated(GELUS[approximate], gate, up)

@@ -20,9 +20,8 @@ from atomc.kernels.aiter.library import (
     unfit,
 )
 from atomc.kernels.aiter.rows.activation import apart
-from atomc.kernels.checks import odd_group, too_wide, unlike
+from atomc.kernels.checks import odd_group
 from atomc.kernels.row_views import with_lead
-from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.ops.schemes import SchemeArguments
 from atomc.platform import Platform
@@ -47,7 +46,6 @@ FUNCTIONS = {
     "fp8_group": act_mul_and_fp8_group_quant,
     "mxfp4": fused_reduce_act_mul_and_mxfp4_quant,
 }
-WIDEST = 32768
 
 
 def _refuse(
@@ -62,12 +60,7 @@ def _refuse(
 ) -> Refusal | None:
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER has no activation that quantizes as {scheme}")
-    if reason := (
-        unfit(platform, FUNCTIONS[scheme])
-        or unlike(FLOATS, gate=gate, up=up)
-        or apart(gate, up)
-        or too_wide(gate.shape[-1], WIDEST)
-    ):
+    if reason := unfit(platform, FUNCTIONS[scheme]) or apart(gate, up):
         return reason
     if scheme == "mxfp4":
         return rounded_up(rounding)

@@ -30,16 +30,12 @@ def odd_blocks(cache: Tensor) -> Refusal | None:
     return None
 
 
-def odd_heads(q: Tensor, k: Tensor, v: Tensor) -> Refusal | None:
-    """Unless these are [T, heads, D] of one width, a power of two."""
-    if reason := wrong_rank((3,), q=q, k=k, v=v):
-        return reason
+def odd_heads(q: Tensor) -> Refusal | None:
+    """Unless the heads are a power of two wide."""
     width = q.shape[-1]
-    if width == k.shape[-1] == v.shape[-1] and not width & (width - 1):
-        return None
-    return Refusal(
-        "shape", f"heads of {width}, {k.shape[-1]} and {v.shape[-1]}: AITER takes one power of two"
-    )
+    if width & (width - 1):
+        return Refusal("shape", f"heads of {width}: AITER takes a power of two")
+    return None
 
 
 def scaled(**scales: Tensor | None) -> Refusal | None:
@@ -92,7 +88,7 @@ def _unequal_blocks(k_cache: Tensor, v_cache: Tensor) -> Refusal | None:
         installed(reshape_and_cache_flash),
         named("k v k_cache v_cache", unlike, HALVES),
         named("k_scale v_scale", scaled),
-        named("k v", wrong_rank, (3,)),
+        named("k", wrong_rank, (3,)),
         named("k v", apart),
         unpaged,
         _unequal_blocks,

@@ -29,16 +29,16 @@ def refuse_rms_norm(
     function = rmsnorm if style == "one_plus" else rmsnorm2d_fwd
     return (
         unfit(platform, function if residual is None else rmsnorm2d_fwd_with_add)
-        or _rows(x=x, residual=residual, weight=weight)
+        or unfit_rows(x, residual, weight=weight)
         or uneven(x.shape[-1], STORED_COLUMNS)
     )
 
 
-def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None) -> Refusal | None:
+def unfit_rows(x: Tensor, residual: Tensor | None, **parameters: Tensor | None) -> Refusal | None:
     """Why these are not rows of 16 bits that AITER's kernels have registers for."""
     return (
         unlike(HALVES, x=x, residual=residual, **parameters)
-        or scattered(x=x, residual=residual, **parameters)
+        or scattered(x=x, **parameters)
         or too_wide(x.shape[-1], MAX_COLUMNS)
         or wrong_rank((x.dim(),), residual=residual)
     )
@@ -104,7 +104,7 @@ def _refuse_layer_norm(
     return (
         unfit(platform, layernorm2d_fwd if residual is None else layernorm2d_fwd_with_add)
         or without_affine(weight, bias)
-        or _rows(x, residual, weight=weight, bias=bias)
+        or unfit_rows(x, residual, weight=weight, bias=bias)
     )
 
 

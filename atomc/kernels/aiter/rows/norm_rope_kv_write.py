@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
+from atomc.graph.sizes import known_equal, same_sizes
 from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.aiter.rows.kv_write import odd_blocks, odd_heads, scaled, unpaged
 from atomc.kernels.aiter.rows.rope import moving, not_by_token
@@ -42,7 +42,7 @@ def _share_rows(*parts: Tensor) -> bool:
             part.stride(0), first.stride(0)
         ):
             return False
-        if not known_equal(part.stride(1), part.shape[2]) or not known_equal(part.stride(2), 1):
+        if not same_sizes(part.stride()[1:], (part.shape[2], 1)):
             return False
         at = at + part.shape[1] * part.shape[2]
     return True

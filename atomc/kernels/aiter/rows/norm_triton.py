@@ -8,7 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, scattered, unfit
 from atomc.kernels.aiter.rows.norm import normed_rows, normed_sum, without_affine
-from atomc.kernels.checks import too_wide, unlike, wrong_rank
+from atomc.kernels.checks import unlike, wrong_rank
 from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
@@ -29,8 +29,6 @@ triton_layer_norm_with_add = Function(
     "layernorm2d_fwd_with_add", "aiter.ops.triton.normalization.norm", "aiter.ops.triton.norm"
 )
 
-MAX_COLUMNS = 65536
-
 
 def unreadable(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, style: str = "before"
@@ -39,7 +37,6 @@ def unreadable(
     if reason := (
         unlike(FLOATS, x=x, residual=residual)
         or scattered(x=x, residual=residual, weight=weight)
-        or too_wide(x.shape[-1], MAX_COLUMNS)
         or wrong_rank((x.dim(),), residual=residual)
     ):
         return reason

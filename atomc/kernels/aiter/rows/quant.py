@@ -34,7 +34,7 @@ STORED_CODES = 4
 
 def _rows_of_halves(x: Tensor) -> Refusal | None:
     if not isinstance(x.shape[-1], int):
-        return unlike(HALVES, x=x) or Refusal("shape", "the rows of x have no fixed width")
+        return Refusal("shape", "the rows of x have no fixed width")
     return unlike(HALVES, x=x) or uneven(x.shape[-1], STORED_CODES)
 
 

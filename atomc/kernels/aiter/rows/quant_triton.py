@@ -8,17 +8,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import (
-    Function,
-    foreign_codes,
-    installed,
-    rounded_up,
-    scattered,
-)
-from atomc.kernels.checks import first_refusal, named, too_wide, unlike
+from atomc.kernels.aiter.library import Function, foreign_codes, installed, rounded_up
+from atomc.kernels.checks import first_refusal, odd_group
 from atomc.kernels.row_views import as_rows, with_lead
-from atomc.ops.formats import FLOATS
-from atomc.ops.op import Refusal
 
 QUANT = ("aiter.ops.triton.quant.quant", "aiter.ops.triton.quant")
 dynamic_mxfp4_quant = Function("dynamic_mxfp4_quant", *QUANT)
@@ -28,29 +20,11 @@ fused_flatten_fp8_group_quant = Function(
     "aiter.ops.triton.fused_fp8_quant",
     takes=["dtype_quant"],
 )
-WIDEST = 65536
-
-
-_unreadable = first_refusal(
-    named("x", unlike, FLOATS), named("x", scattered), lambda x: too_wide(x.shape[-1], WIDEST)
-)
-
-
-def _partial_groups(x: Tensor, group: int) -> Refusal | None:
-    if group & (group - 1) or x.shape[-1] % group:
-        return Refusal(
-            "shape",
-            f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups, a "
-            "power of two wide",
-        )
-    return None
 
 
 @ops.quant_fp8_group.kernel(
     "aiter",
-    refuses=first_refusal(
-        installed(fused_flatten_fp8_group_quant), _unreadable, foreign_codes, _partial_groups
-    ),
+    refuses=first_refusal(installed(fused_flatten_fp8_group_quant), foreign_codes, odd_group),
 )
 def quant_fp8_group(
     x: Tensor, group: int, column_major_scales: bool, dtype: torch.dtype
@@ -63,14 +37,7 @@ def quant_fp8_group(
     return codes.view(x.shape), with_lead(scales, x)
 
 
-@ops.quant_mxfp4.kernel(
-    "aiter",
-    refuses=first_refusal(
-        installed(dynamic_mxfp4_quant),
-        _unreadable,
-        rounded_up,
-    ),
-)
+@ops.quant_mxfp4.kernel("aiter", refuses=first_refusal(installed(dynamic_mxfp4_quant), rounded_up))
 def quant_mxfp4(x: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return ops.quant_mxfp4.reference(x, rounding)

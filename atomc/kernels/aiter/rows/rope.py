@@ -10,7 +10,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.checks import strided, unlike, wrong_rank
+from atomc.kernels.checks import strided, unknown, unlike, wrong_rank
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.ops.rope import columns_per_angle
@@ -28,26 +28,17 @@ def rotated_width(cos: Tensor, style: str) -> int:
 
 
 def table_dimension(x: Tensor, cos: Tensor) -> int | None:
-    """The one dimension of x in which the tables are as long as x; None if there are more, or one
-    is shorter.
-    """
+    """The one dimension of x in which the tables are as long as x; None if there are more."""
     lead = (1,) * (x.dim() - cos.dim()) + tuple(cos.shape[:-1])
     long = [d for d, size in enumerate(lead) if not known_equal(size, 1)]
     if not long:
         long = [d for d in range(x.dim() - 1) if known_equal(x.shape[d], 1)][:1]
-    if len(long) != 1 or not known_equal(lead[long[0]], x.shape[long[0]]):
-        return None
-    return long[0]
+    return long[0] if len(long) == 1 else None
 
 
 def moving(rope_style: str) -> Refusal | None:
-    if rope_style in ROTATIONS:
-        return None
-    if rope_style == "pairs":
-        return Refusal("argument", "AITER's pairs have half-width tables")
-    return Refusal(
-        "argument", f"AITER writes a pair back where it was, style={rope_style!r} moves it"
-    )
+    """AITER writes a pair back where it was. Its pairs of neighbours have half-width tables."""
+    return unknown(ROTATIONS, rope_style=rope_style)
 
 
 def partly_rotated(width: int, cos: Tensor, style: str) -> Refusal | None:
@@ -62,6 +53,8 @@ def not_by_token(q: Tensor, cos: Tensor, sin: Tensor) -> Refusal | None:
     """Unless the tables have a row for each token of q [T, heads, D], with the same strides in
     both.
     """
+    if reason := wrong_rank((3,), q=q):
+        return reason
     if table_dimension(q, cos) != 0 or table_dimension(q, sin) != 0:
         return Refusal("shape", "the tables do not have a row for each token")
     if not all(known_equal(a, b) for a, b in zip(cos.stride(), sin.stride(), strict=True)):
@@ -75,7 +68,7 @@ def unrotatable(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Refusal | No
         return reason
     if table_dimension(x, cos) is None or table_dimension(x, sin) is None:
         return Refusal("shape", "the tables differ in more than the tokens")
-    return strided(x=x, cos=cos, sin=sin)
+    return strided(x=x)
 
 
 def token_view(x: Tensor, dimension: int) -> Tensor:

@@ -103,6 +103,8 @@ def tensor_model_parallel_all_reduce(
     flags = (use_new, open_fp8_quant, prefill_support)
     if not all(isinstance(flag, bool) for flag in flags) or open_fp8_quant:
         raise NotImplementedError(f"only the exact sum is played, not {flags}")
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    check(input_.dtype in floats, "custom allreduce only supports float32, float16 and bfloat16")
     processes = GROUPS["tp"].size() if "tp" in GROUPS else PROCESSES.get()
     return input_ if processes == 1 else _sum(input_).to(input_.dtype)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from stand_ins import ARCH, stands_for
 from stand_ins.attention import attended
 from stand_ins.formats import native_fp8
-from stand_ins.memory import check
+from stand_ins.memory import check, row_view
 
 LATENT, WIDTH = 512, 576
 UNITS = 3  # compute units
@@ -211,7 +211,7 @@ def mla_decode_fwd(
     fold = folds(heads, q.dtype, kv_buffer.dtype)
     check(reduce_final_map.shape == (tokens * fold, 2), "metadata of other heads or dtypes")
     rows, out = q.view(tokens * fold, heads // fold, WIDTH), o.view(tokens * fold, -1, LATENT)
-    keys = kv_buffer.flatten(0, 2)
+    keys = row_view(kv_buffer)
     scale = WIDTH**-0.5 if sm_scale is None else sm_scale
     factor = float(kv_scale) if coded else 1.0
     partial: dict[int, tuple[Tensor, Tensor]] = {}
@@ -264,7 +264,7 @@ def mla_prefill_fwd(
         check(x.dtype == torch.int32 and x.is_contiguous(), "read as int32")
     check((kv_last_page_lens == 1).all().item(), "a page of one token has one")
     scale = WIDTH**-0.5 if sm_scale is None else sm_scale
-    keys, pages = kv_buffer.flatten(0, 1), kv_indptr.tolist()
+    keys, pages = row_view(kv_buffer).unsqueeze(1), kv_indptr.tolist()
     for s, (a, b) in enumerate(pairwise(qo_indptr.tolist())):
         check(b - a <= max_seqlen_q, "rows beyond max_seqlen_q get no program")
         seen = keys[kv_indices[pages[s] : pages[s + 1]].long()]

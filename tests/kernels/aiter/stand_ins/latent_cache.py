@@ -97,6 +97,7 @@ def fused_qk_rope_concat_and_cache_mla(
     check(kv_c.dim() == k_pe.dim() == 2, "Unsupported tensor dimensions")
     check(cos_cache.shape[-1] * 2 == rotated, "rot_dim")
     check(cos_cache.is_contiguous() and sin_cache.is_contiguous(), "tables are read row by row")
+    check(q_nope.stride(2) == q_pe.stride(2) == 1, "the columns of a head follow each other")
     given = (q_nope, q_pe, kv_c, k_pe, cos_cache, sin_cache)
     if len({x.dtype for x in (*given, q_out, kv_cache)}) > 1:
         raise NotImplementedError("codes, of which rotated ones do not saturate")

@@ -164,6 +164,7 @@ def add_rmsnorm_quant(
 
 def _check_layer(x: Tensor, weight: Tensor, bias: Tensor) -> None:
     check(x.dtype in HALVES, "ck layernorm2d only support fp16 and bf16 data type")
+    check(weight is not None and bias is not None, "both are read")
     check(weight.dtype == x.dtype and bias.dtype == x.dtype, "weight/bias dtype match input dtype")
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stand_ins import stands_for
-from stand_ins.formats import E2M1, e2m1_bytes, e8m0, largest, to_codes
+from stand_ins.formats import E2M1, check_codes, e2m1_bytes, e8m0, largest, to_codes
 from stand_ins.memory import check, contiguous_view, row_view
 
 FP8_QUANT = ("aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant")
@@ -99,12 +99,14 @@ def _power_of_two(group: int) -> None:
 
 
 def _static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    check_codes(dtype)
     return to_codes(x, 1.0 / scale, dtype)
 
 
 def _grouped(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of rows in fp32, and scales [rows, groups]; the last group may be smaller."""
     _power_of_two(group)
+    check_codes(dtype)
     width = x.shape[1]
     padded = torch.nn.functional.pad(x, (0, -width % group)).unflatten(1, (-1, group))
     scale = padded.abs().amax(-1).clamp(min=1e-10) / largest(dtype)
