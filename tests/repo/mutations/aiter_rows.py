@@ -70,13 +70,13 @@ BUGS = [
     ),
     bug(
         "rows/norm_quant",
-        "                other,\n                total,\n",
-        "                total,\n                other,\n",
+        "flat, other, total, outputs[1]",
+        "flat, total, other, outputs[1]",
         values("norm_quant.add_rms_norm_quant"),
     ),
     bug(
         "rows/norm_quant",
-        "shape = (groups, count) if size and column_major else (count, groups)",
+        "shape = (groups, count) if by_column else (count, groups)",
         "shape = (count, groups)",
         values("norm_quant.rms_norm_quant"),
     ),

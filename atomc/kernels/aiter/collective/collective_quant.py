@@ -2,6 +2,8 @@
 and the norm, then its quantizer.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from atomc.kernels.aiter.collective.collective import (
 )
 from atomc.kernels.aiter.rows import quant
 from atomc.kernels.checks import first_refusal
+from atomc.ops.norm_quant import QuantizedNorm
 from atomc.ops.op import Refusal
 
 QUANTIZERS = {
@@ -36,28 +39,19 @@ def _refuse_quantizer(scheme: str, scale: Tensor | None, **arguments: object) ->
     rounds="once",
 )
 def allreduce_add_rms_norm_quant(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    scale: Tensor | None,
-    style: str,
-    scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    column_major: bool,
-    rounding: str,
-    keep: bool,
+    x: Tensor, residual: Tensor, process_group: str, **norm: Unpack[QuantizedNorm]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, total = allreduce_add_rms_norm(x, residual, weight, eps, process_group, style)
+    scheme, scale, dtype = norm["scheme"], norm["scale"], norm["dtype"]
+    y, total = allreduce_add_rms_norm(
+        x, residual, norm["weight"], norm["eps"], process_group, norm["style"]
+    )
     if scheme == "fp8_static":
         assert scale is not None
         codes, scales = quant.quant_fp8_static(y, scale, dtype), x.new_empty(0, dtype=torch.float32)
     elif scheme == "fp8_per_token":
         codes, scales = quant.quant_fp8_per_token(y, dtype)
     elif scheme == "fp8_group":
-        codes, scales = quant.quant_fp8_group(y, group, column_major, dtype)
+        codes, scales = quant.quant_fp8_group(y, norm["group"], norm["column_major"], dtype)
     else:
-        codes, scales = quant.quant_mxfp4(y, rounding)
-    return codes, scales, total, y if keep else y.new_empty(0)
+        codes, scales = quant.quant_mxfp4(y, norm["rounding"])
+    return codes, scales, total, y if norm["keep"] else y.new_empty(0)

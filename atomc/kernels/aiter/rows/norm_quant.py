@@ -4,21 +4,18 @@ rounded up.
 The norm stays in fp32 until it is quantized.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import (
-    Function,
-    dense_rows,
-    foreign_fp8,
-    scattered,
-    unfit,
-)
+from atomc.kernels.aiter.library import Function, dense_rows, foreign_fp8, unfit
 from atomc.kernels.aiter.linear.packing import e2m1_view, e8m0_view
-from atomc.kernels.checks import too_wide, uneven, unlike
+from atomc.kernels.aiter.rows.norm import unfit_rows
+from atomc.kernels.checks import uneven
 from atomc.kernels.row_views import with_lead
-from atomc.ops.formats import HALVES
+from atomc.ops.norm_quant import QuantizedNorm
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -29,7 +26,6 @@ add_rmsnorm_quant = Function(
     "add_rmsnorm_quant", "aiter", takes=["group_size", "shuffle_scale", "gemma_norm"]
 )
 
-MAX_COLUMNS = 8192
 # Wider than the first, up to the second: a thread has 24 columns, which make up no group, and
 # AITER aborts.
 GROUPLESS = (4096, 6144)
@@ -55,9 +51,7 @@ def _refuse(
 ) -> Refusal | None:
     if reason := (
         unfit(platform, rmsnorm_quant if residual is None else add_rmsnorm_quant)
-        or unlike(HALVES, x=x, residual=residual, weight=weight)
-        or scattered(x=x, residual=residual, weight=weight)
-        or too_wide(x.shape[-1], MAX_COLUMNS)
+        or unfit_rows(x, residual, weight=weight)
         or uneven(x.shape[-1], STORED_CODES)
     ):
         return reason
@@ -99,7 +93,7 @@ def _unfit_groups(width: int, scheme: str, group: int, rounding: str) -> Refusal
 
 
 def _outputs(
-    flat: Tensor, scheme: str, dtype: torch.dtype, group: int, column_major: bool
+    flat: Tensor, scheme: str, dtype: torch.dtype, group: int, by_column: bool
 ) -> tuple[Tensor, Tensor, int]:
     """Codes and scales to be written, and AITER's size of a group (0: the row). Scales that lie
     column by column are [groups, rows].
@@ -111,77 +105,40 @@ def _outputs(
     codes = flat.new_empty((count, width), dtype=dtype)
     size = group if scheme == "fp8_group" else 0
     groups = width // group if size else 1
-    shape = (groups, count) if size and column_major else (count, groups)
+    shape = (groups, count) if by_column else (count, groups)
     return codes, flat.new_empty(shape, dtype=torch.float32), size
 
 
 def _quantized(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    style: str,
-    scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    column_major: bool,
+    x: Tensor, residual: Tensor | None, **norm: Unpack[QuantizedNorm]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and the sum, which is x without a residual."""
+    scheme, weight, eps = norm["scheme"], norm["weight"], norm["eps"]
     flat, total = dense_rows(x), x
-    codes, scales, size = _outputs(flat, scheme, dtype, group, column_major)
-    by_column = column_major and scheme == "fp8_group"
+    by_column = norm["column_major"] and scheme == "fp8_group"
+    codes, scales, size = _outputs(flat, scheme, norm["dtype"], norm["group"], by_column)
     outputs = (e2m1_view(codes), e8m0_view(scales)) if scheme == "mxfp4" else (codes, scales)
     if by_column:
         scales = scales.t()
-    how = {
-        "group_size": size,
-        "shuffle_scale": by_column,
-        "gemma_norm": style == "one_plus",
-    }
+    gemma = norm["style"] == "one_plus"
+    how = {"group_size": size, "shuffle_scale": by_column, "gemma_norm": gemma}
     if residual is not None:
         other, total = dense_rows(residual), torch.empty_like(flat)
         if x.numel():
-            add_rmsnorm_quant(
-                outputs[0],
-                flat,
-                other,
-                total,
-                outputs[1],
-                weight,
-                eps,
-                **how,
-            )
+            add_rmsnorm_quant(outputs[0], flat, other, total, outputs[1], weight, eps, **how)
     elif x.numel():
         rmsnorm_quant(outputs[0], flat, outputs[1], weight, eps, **how)
     return with_lead(codes, x), with_lead(scales, x), total.view(x.shape)
 
 
 @ops.rms_norm_quant.kernel("aiter", refuses=_refuse, rounds="once")
-def rms_norm_quant(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    style: str,
-    scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    column_major: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, _ = _quantized(x, None, weight, eps, style, scheme, dtype, group, column_major)
+def rms_norm_quant(x: Tensor, **norm: Unpack[QuantizedNorm]) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scales, _ = _quantized(x, None, **norm)
     return codes, scales, x.new_empty(0)
 
 
 @ops.add_rms_norm_quant.kernel("aiter", refuses=_refuse, rounds="once")
 def add_rms_norm_quant(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    style: str,
-    scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    column_major: bool,
+    x: Tensor, residual: Tensor, **norm: Unpack[QuantizedNorm]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _quantized(x, residual, weight, eps, style, scheme, dtype, group, column_major)
-    return *results, x.new_empty(0)
+    return *_quantized(x, residual, **norm), x.new_empty(0)

@@ -13,10 +13,10 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, rounded_up, unfit
 from atomc.kernels.aiter.rows.norm_triton import unreadable
-from atomc.kernels.checks import odd_group, too_wide
+from atomc.kernels.checks import odd_group
 from atomc.kernels.row_views import as_rows, with_lead
+from atomc.ops.norm_quant import QuantizedNorm
 from atomc.ops.op import Refusal
-from atomc.ops.schemes import KeptScheme
 from atomc.platform import Platform
 
 FP8 = ("aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant")
@@ -41,7 +41,6 @@ FUNCTIONS = {
     "fp8_group": fused_rms_fp8_group_quant,
     "mxfp4": fused_rms_mxfp4_quant,
 }
-WIDEST = 16384
 
 
 def _refuse(
@@ -57,11 +56,7 @@ def _refuse(
 ) -> Refusal | None:
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER has no Triton norm that quantizes as {scheme}")
-    if reason := (
-        unfit(platform, FUNCTIONS[scheme])
-        or unreadable(x, residual, weight, style)
-        or too_wide(x.shape[-1], WIDEST)
-    ):
+    if reason := unfit(platform, FUNCTIONS[scheme]) or unreadable(x, residual, weight, style):
         return reason
     if scheme == "mxfp4":
         return rounded_up(rounding)
@@ -71,72 +66,54 @@ def _refuse(
 
 
 def _quantized(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    scale: Tensor | None,
-    style: str,
-    **how: Unpack[KeptScheme],
+    x: Tensor, residual: Tensor | None, **norm: Unpack[QuantizedNorm]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, the sum, which is x without a residual, and the norm."""
     if not x.numel():
         added = x if residual is None else residual
-        return ops.add_rms_norm_quant.reference(x, added, weight, eps, scale, style, **how)
-    scheme, dtype, keep = how["scheme"], how["dtype"], how["keep"]
-    flat, other = as_rows(x), None if residual is None else as_rows(residual)
+        return ops.add_rms_norm_quant.reference(x, added, **norm)
+    scheme, dtype, keep = norm["scheme"], norm["dtype"], norm["keep"]
+    operands = as_rows(x), norm["weight"], norm["eps"]
+    other = None if residual is None else as_rows(residual)
     extra = {"res1": other, "output_unquantized_inp1": keep}
     if scheme == "fp8_static":
-        codes, norm, _, total = fused_rms_fp8_per_tensor_static_quant(
-            flat, weight, eps, scale, dtype_quant=dtype, rmsnorm_convert_to_inp1_type=True, **extra
+        codes, y, _, total = fused_rms_fp8_per_tensor_static_quant(
+            *operands,
+            norm["scale"],
+            dtype_quant=dtype,
+            rmsnorm_convert_to_inp1_type=True,
+            **extra,
         )
         scales = x.new_empty(0, dtype=torch.float32)
     elif scheme == "fp8_group":
-        (codes, scales), norm, _, total = fused_rms_fp8_group_quant(
-            flat,
-            weight,
-            eps,
-            group_size=how["group"],
+        (codes, scales), y, _, total = fused_rms_fp8_group_quant(
+            *operands,
+            group_size=norm["group"],
             dtype_quant=dtype,
-            transpose_scale=how["column_major"],
+            transpose_scale=norm["column_major"],
             **extra,
         )
-        if how["column_major"]:
+        if norm["column_major"]:
             # It comes with the shape of rows over the bytes of columns.
             scales = scales.view(scales.shape[1], scales.shape[0]).t()
     else:
-        (codes, scales), norm, _, total = fused_rms_mxfp4_quant(
-            flat, weight, eps, shuffle=False, **extra
-        )
+        (codes, scales), y, _, total = fused_rms_mxfp4_quant(*operands, shuffle=False, **extra)
     return (
         with_lead(codes, x),
         with_lead(scales, x) if scales.dim() > 1 else scales,
         x if total is None else total.view(x.shape),
-        norm.view(x.shape) if keep else x.new_empty(0),
+        y.view(x.shape) if keep else x.new_empty(0),
     )
 
 
 @ops.rms_norm_quant.kernel("aiter", refuses=_refuse, rounds="once")
-def rms_norm_quant(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    scale: Tensor | None,
-    style: str,
-    **how: Unpack[KeptScheme],
-) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, _, norm = _quantized(x, None, weight, eps, scale, style, **how)
-    return codes, scales, norm
+def rms_norm_quant(x: Tensor, **norm: Unpack[QuantizedNorm]) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scales, _, y = _quantized(x, None, **norm)
+    return codes, scales, y
 
 
 @ops.add_rms_norm_quant.kernel("aiter", refuses=_refuse, rounds="once")
 def add_rms_norm_quant(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    scale: Tensor | None,
-    style: str,
-    **how: Unpack[KeptScheme],
+    x: Tensor, residual: Tensor, **norm: Unpack[QuantizedNorm]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _quantized(x, residual, weight, eps, scale, style, **how)
+    return _quantized(x, residual, **norm)
