@@ -27,6 +27,7 @@ MODULES = (
     "latent.mla",
     "latent.mla_unfused",
     "rows.norm",
+    "rows.norm_pair",
     "rows.norm_quant",
     "rows.norm_quant_triton",
     "rows.norm_rope_kv_write",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from kernel_cases.draw import EPS, Cases, Draw
 from kernel_cases.linear import linear
+from kernel_cases.quant import normed_pair
 from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
 
 ODD_WIDTH = (5, 77)
@@ -84,6 +85,23 @@ def of_rows(fp8: torch.dtype) -> dict[str, Cases]:
         "add_rms_norm": norm[True],
         "rms_norm_quant": norm_quant[False],
         "add_rms_norm_quant": norm_quant[True],
+        "rms_norm_pair_quant": {
+            f"{scheme}, {kind}, {style}, native": partial(
+                normed_pair,
+                kind=kind,
+                style=style,
+                scheme=scheme,
+                dtype=fp8,
+                quantize_y=False,
+                keep_x=kind == "packed batch",
+                group=32 if kind == "packed batch" else 64 if kind == "one vector" else 128,
+                column_major=style == "one_plus",
+                rounding="up",
+            )
+            for scheme in ("fp8_per_token", "fp8_group", "mxfp4")
+            for kind in ("packed", "packed batch", "one vector", "no rows", "wide")
+            for style in ("before", "one_plus")
+        },
         "quant_fp8_per_token": per_row,
         "quant_fp8_static": {name: partial(_static, make) for name, make in per_row.items()},
         "quant_fp8_group": {

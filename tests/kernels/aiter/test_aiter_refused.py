@@ -27,6 +27,7 @@ from kernel_cases.mla import (
     multiplied_and_written,
     split_and_joined,
 )
+from kernel_cases.quant import normed_pair
 from kernel_cases.rope import roped
 from kernel_cases.rows import reducing
 from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
@@ -127,6 +128,11 @@ def one_scale(draw: Draw, name: str) -> dict[str, Any]:
     return given | {name: given[name].flatten()[:1]}
 
 
+def two_norms(draw: Draw, x: int, y: int, **rest: Any) -> dict[str, Any]:
+    weights = {"x_weight": draw.normal(x), "y_weight": draw.normal(y), "eps": EPS}
+    return {"x": draw.normal(3, x), "y": draw.normal(3, y), **weights, **rest}
+
+
 def without_heads(draw: Draw) -> dict[str, Any]:
     given = roped(draw, heads=1)
     return given | {name: given[name].squeeze(1) for name in ("x", "cos", "sin")}
@@ -141,6 +147,32 @@ CASES: dict[str, tuple[str, Make]] = {
         for file in ("scaled_linear", "scaled_linear_rows", "scaled_linear_triton")
         for name in ("x_scale", "weight_scale")
     },
+    **{
+        f"two norms of {x} and {y} columns": (
+            "norm_pair.rms_norm_pair",
+            partial(two_norms, x=x, y=y),
+        )
+        for x, y in ((77, 64), (64, 77), (8200, 64), (64, 8200))
+    },
+    "two norms of other rows": (
+        "norm_pair.rms_norm_pair",
+        partial(normed_pair, kind="other rows"),
+    ),
+    "codes of 78 columns beside a norm": (
+        "norm_pair.rms_norm_pair_quant",
+        partial(two_norms, x=78, y=64, scheme="fp8_per_token", quantize_y=False),
+    ),
+    "two quantized norms": (
+        "norm_pair.rms_norm_pair_quant",
+        partial(two_norms, x=128, y=128, scheme="fp8_per_token"),
+    ),
+    "codes under a given scale beside a norm": (
+        "norm_pair.rms_norm_pair_quant",
+        lambda draw: (
+            two_norms(draw, 128, 64, scheme="fp8_static", quantize_y=False)
+            | {"x_scale": torch.tensor([0.5])}
+        ),
+    ),
     "fp8 by blocks, out in fp32": (
         "scaled_linear_blocks.scaled_linear_fp8_block",
         lambda draw: by_column(scaled_blocks(draw, 3, 128, out=64)) | {"out_dtype": torch.float32},

@@ -65,7 +65,7 @@ def _refuse(
         return reason
     if scheme.startswith("fp8") and (reason := foreign_fp8(platform, dtype)):
         return reason
-    return _unfit_groups(x.shape[-1], scheme, group, rounding)
+    return unfit_groups(x.shape[-1], scheme, group, rounding)
 
 
 def _groupless(width: int) -> Refusal | None:
@@ -78,7 +78,7 @@ def _groupless(width: int) -> Refusal | None:
     return None
 
 
-def _unfit_groups(width: int, scheme: str, group: int, rounding: str) -> Refusal | None:
+def unfit_groups(width: int, scheme: str, group: int, rounding: str) -> Refusal | None:
     if scheme == "fp8_group" and (group not in (64, 128) or width % group):
         return Refusal(
             "shape",
@@ -92,7 +92,7 @@ def _unfit_groups(width: int, scheme: str, group: int, rounding: str) -> Refusal
     return None
 
 
-def _outputs(
+def empty_outputs(
     flat: Tensor, scheme: str, dtype: torch.dtype, group: int, by_column: bool
 ) -> tuple[Tensor, Tensor, int]:
     """Codes and scales to be written, and AITER's size of a group (0: the row). Scales that lie
@@ -116,7 +116,7 @@ def _quantized(
     scheme, weight, eps = norm["scheme"], norm["weight"], norm["eps"]
     flat, total = dense_rows(x), x
     by_column = norm["column_major"] and scheme == "fp8_group"
-    codes, scales, size = _outputs(flat, scheme, norm["dtype"], norm["group"], by_column)
+    codes, scales, size = empty_outputs(flat, scheme, norm["dtype"], norm["group"], by_column)
     outputs = (e2m1_view(codes), e8m0_view(scales)) if scheme == "mxfp4" else (codes, scales)
     if by_column:
         scales = scales.t()

@@ -162,6 +162,137 @@ def add_rmsnorm_quant(
     _quantized(out, scale, normed, group_size, shuffle_scale, residual=True)
 
 
+def _check_pair(**tensors: Tensor | None) -> None:
+    """What the kernel for two norms asks of rows [M, N], by their own stride, and of weights [N]."""
+    for name, x in tensors.items():
+        if x is not None:
+            check(x.stride(-1) == 1, f"{name} must have stride(1)==1")
+            check(x.dim() == 1 or x.stride(0) >= x.shape[1], f"{name} has invalid stride(0)")
+
+
+def _pair(
+    q: Tensor,
+    q_weight: Tensor,
+    q_epsilon: float,
+    q_out_unquantized: Tensor | None,
+    k_out: Tensor | None,
+    k: Tensor | None,
+    k_weight: Tensor | None,
+    k_epsilon: float | None,
+    gemma_norm: bool,
+) -> tuple[Tensor, int]:
+    """The norm of q in fp32, and the larger of the two widths; that of k is written."""
+    if k is None or k_weight is None or k_out is None or k_epsilon is None:
+        raise NotImplementedError("q alone is not played")
+    check(q.dim() == k.dim() == 2 and q.shape[0] == k.shape[0], "the same leading dim")
+    check(q_weight.shape == q.shape[1:] and k_weight.shape == k.shape[1:], "weight shape mismatch")
+    check(q.dtype in HALVES, f"q only supports fp16/bf16, got: {q.dtype}")
+    outs = [x for x in (q_out_unquantized, k_out) if x is not None]
+    check(
+        {x.dtype for x in (k, q_weight, k_weight, *outs)} == {q.dtype}, "must have the same dtype"
+    )
+    _check_pair(q=q, q_weight=q_weight, q_out_unquantized=q_out_unquantized)
+    _check_pair(k=k, k_weight=k_weight, k_out=k_out)
+    width = max(q.shape[1], k.shape[1])
+    check(width <= 8192, "fused kernel only supports n1/n2 <= 8192")
+    normed = _rms(row_view(q).float(), q_weight, q_epsilon, gemma_norm)
+    for out, norm in (
+        (q_out_unquantized, normed),
+        (k_out, _rms(row_view(k).float(), k_weight, k_epsilon, gemma_norm)),
+    ):
+        if out is not None:
+            row_view(out).copy_(norm)
+            spill(row_view(out))
+    return normed, width
+
+
+@stands_for("aiter")
+def fused_qk_rmsnorm_group_quant(
+    q_out_quantized: Tensor | None = None,
+    q_out_scale: Tensor | None = None,
+    q: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    q_epsilon: float = 1e-6,
+    q_out_unquantized: Tensor | None = None,
+    k_out: Tensor | None = None,
+    q_res_out: Tensor | None = None,
+    k: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    k_epsilon: float | None = None,
+    q_residual: Tensor | None = None,
+    group_size: int = 128,
+    transpose_scale: bool = False,
+    gemma_norm: bool = False,
+) -> None:
+    """The norms of q [M, N1] and k [M, N2], that of q in codes under scales [M, groups] in the
+    strides of the scales. Without scales only the norms are written.
+    """
+    if q is None or q_weight is None or q_residual is not None or q_res_out is not None:
+        raise NotImplementedError("a residual is not played")
+    parts = (q_out_unquantized, k_out, k, k_weight, k_epsilon)
+    normed, widest = _pair(q, q_weight, q_epsilon, *parts, gemma_norm)
+    if q_out_scale is None:
+        check(q_out_unquantized is not None, "q_out_unquantized must be provided")
+        return
+    check(q_out_quantized is not None, "q_out_quantized must be provided")
+    assert q_out_quantized is not None
+    (rows, width), codes, scale = normed.shape, q_out_quantized, q_out_scale
+    fp4 = codes.dtype == torch.float4_e2m1fn_x2
+    check(fp4 or codes.dtype == native_fp8(), f"supports fp8/fp4x2 output only; got {codes.dtype}")
+    check(group_size > 0 and width % group_size == 0, "must be divisible by group_size")
+    per_thread = 8 if widest <= 1024 else 16
+    if not fp4 and widest <= 128:
+        per_thread = 4
+    check(group_size in (32, 64, 128), f"unsupported group_size={group_size}")
+    check(group_size % per_thread == 0, f"group_size must be divisible by {per_thread}")
+    groups = width // group_size
+    check(scale.shape == (rows, groups), "q_out_scale shape mismatch")
+    check(not (fp4 and transpose_scale), "fp4x2 does not support transpose_scale=True")
+    check(
+        scale.stride() == (1, rows) if transpose_scale else scale.stride(1) == 1,
+        "the strides of q_out_scale",
+    )
+    check(scale.dtype == (torch.uint8 if fp4 else torch.float32), "q_out_scale dtype")
+    grouped = normed.view(rows, groups, group_size)
+    amax = grouped.abs().amax(-1).clamp(min=1e-10)
+    if fp4:
+        scale.copy_(e8m0_round_up(amax))
+        codes_of = e2m1_bytes((grouped / e8m0(scale).unsqueeze(-1)).view(rows, width))
+        row_view(codes.view(torch.uint8)).copy_(codes_of)
+        return
+    scale.copy_(amax * (1.0 / largest(codes.dtype)))
+    row_view(codes).copy_(to_codes(grouped, 1.0 / scale.unsqueeze(-1), codes.dtype).flatten(1))
+
+
+@stands_for("aiter")
+def fused_qk_rmsnorm_per_token_quant(
+    q_out_quantized: Tensor,
+    q_out_scale: Tensor,
+    q: Tensor,
+    q_weight: Tensor,
+    q_epsilon: float,
+    q_out_unquantized: Tensor | None = None,
+    k_out: Tensor | None = None,
+    q_res_out: Tensor | None = None,
+    k: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    k_epsilon: float | None = None,
+    q_residual: Tensor | None = None,
+    gemma_norm: bool = False,
+) -> None:
+    """As fused_qk_rmsnorm_group_quant, with scales [M, 1] in fp8."""
+    if q_residual is not None or q_res_out is not None:
+        raise NotImplementedError("a residual is not played")
+    check(q_out_quantized.dtype == native_fp8(), "supports fp8 output quant only")
+    parts = (q_out_unquantized, k_out, k, k_weight, k_epsilon)
+    normed, _ = _pair(q, q_weight, q_epsilon, *parts, gemma_norm)
+    check(q_out_scale.shape == (len(normed), 1), "expects q_out_scale with shape [m, 1]")
+    check(q_out_scale.dtype == torch.float32, "q_out_scale dtype must be float32")
+    q_out_scale.copy_(normed.abs().amax(1, keepdim=True).clamp(min=1e-10) / largest(native_fp8()))
+    row_view(q_out_quantized).copy_(to_codes(normed, 1.0 / q_out_scale, q_out_quantized.dtype))
+    spill(row_view(q_out_quantized).view(torch.uint8))
+
+
 def _check_layer(x: Tensor, weight: Tensor, bias: Tensor) -> None:
     check(x.dtype in HALVES, "ck layernorm2d only support fp16 and bf16 data type")
     check(weight is not None and bias is not None, "both are read")
