@@ -9,7 +9,9 @@ import pytest
 import stand_ins
 import torch
 from aiter_cases import KERNELS, cases, prepared
+from argument_changes import placed
 from kernel_cases.draw import E4M3, Draw
+from kernel_cases.indexer import ranked_codes
 from kernel_cases.mla import (
     latent_attended,
     latent_paged,
@@ -93,7 +95,20 @@ def test_a_layout_that_is_not_aiters_is_refused() -> None:
     assert refused(TRITON, given) == Refusal(
         "layout", "the last dimension of kv_cache is not contiguous"
     )
+    given = latent_projected(DRAW, [(40, 40)], values=24)
+    assert refused("latent_prompts.mla_paged_attention", given) is None
+    given["kv_cache"] = placed(given["kv_cache"], 1, more=16)
+    assert refused("latent_prompts.mla_paged_attention", given) == Refusal(
+        "layout", "the blocks of the cache are not contiguous"
+    )
     assert {KERNELS[name].layout for name in LATENT} <= {"paged", None}
+
+
+def test_the_indexer_chooses_as_many_keys_as_atom_has_aiter_choose() -> None:
+    given = ranked_codes(DRAW, [(1, 70)], heads=64, width=128, topk=64)
+    assert refused("indexer.paged_index_topk", given) == Refusal(
+        "argument", "64 chosen keys: AITER is used for 2048"
+    )
 
 
 def test_triton_takes_powers_of_two() -> None:
@@ -191,7 +206,7 @@ def test_scales_of_x_are_shuffled_from_32_rows_on() -> None:
     assert shapes == [(31, 16), (8, 512), (8, 512)]
 
 
-@pytest.mark.parametrize("widths", [(40, 48), (264, 40), (44, 40)])
+@pytest.mark.parametrize("widths", [(40, 48), (264, 40), (44, 40), (40, 36)])
 def test_keys_and_values_of_other_widths_are_not_expanded(widths: tuple[int, int]) -> None:
     key, value = widths
     reason = Refusal(

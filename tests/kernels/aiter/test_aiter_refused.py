@@ -16,7 +16,7 @@ from argument_changes import placed
 from compare import compare
 from expert_cases import COLUMNS, WHOLE
 from kernel_cases.attention import attended, paged
-from kernel_cases.draw import EPS, Draw
+from kernel_cases.draw import EPS, Draw, cache_scales
 from kernel_cases.experts import fp8, fp8_block, int4, mxfp4, route
 from kernel_cases.indexer import index_written, ranked_codes
 from kernel_cases.mla import (
@@ -31,7 +31,7 @@ from kernel_cases.quant import normed_pair
 from kernel_cases.rope import roped
 from kernel_cases.rows import reducing
 from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
-from kernel_cases.state import norm_rope_written, rope_written, written
+from kernel_cases.state import narrow_values, norm_rope_written, rope_written, written
 from row_cases import by_column, halves
 from stand_ins.collectives import PROCESSES
 from torch import Tensor, distributed
@@ -211,6 +211,13 @@ CASES: dict[str, tuple[str, Make]] = {
         lambda draw: rows(draw, 3, 64) | {"weight": None, "bias": draw.normal(64)},
     ),
     "one cosine for all rows": ("rope.rope", of_tokens_that_share_angles(roped, "cos")),
+    "rotation and write, narrow values": (
+        "rope_kv_write.rope_kv_write",
+        lambda draw: (
+            rope_written(draw, cache=torch.bfloat16)
+            | dict(zip(("v", "v_cache"), narrow_values(draw), strict=True))
+        ),
+    ),
     "tokens before a batch": (
         "rope_kv_write.rope_kv_write",
         behind_tokens(partial(rope_written, cache=torch.bfloat16), "q", "k", "v", "cos", "sin"),
@@ -244,6 +251,54 @@ CASES: dict[str, tuple[str, Make]] = {
     "assembly, 32 rotated columns": (
         "latent_attention.mla_absorbed_attention",
         lambda draw: latent_paged(draw, [(1, 5), (1, 7)], heads=16, latent=512, rotated=32),
+    ),
+    "latents and a weight in fp16": (
+        "latent_prompts.mla_attention",
+        lambda draw: in_dtype(latent_attended, draw, torch.float16, "latent", "weight"),
+    ),
+    "pairs before latents in Triton": (
+        "mla.mla_rope_kv_write",
+        partial(latent_rope_written, latent=64, rope_style="pairs"),
+    ),
+    "rotated keys of no vector": (
+        "latent_cache.mla_kv_write",
+        lambda draw: (
+            (given := latent_written(draw, latent=32, rotated=20))
+            | {
+                name: placed(given[name], -1, more=more)
+                for name, more in (("kv_c", 8), ("k_pe", 4))
+            }
+        ),
+    ),
+    "paged, scales of 16 bits": (
+        "paged_attention.paged_attention",
+        lambda draw: paged(draw, [(40, 40)]) | cache_scales(draw),
+    ),
+    "tables and caches in fp16": (
+        "norm_rope_kv_write.qk_norm_rope_kv_write",
+        lambda draw: in_dtype(
+            partial(norm_rope_written, packed=True),
+            draw,
+            torch.float16,
+            "cos",
+            "sin",
+            "k_cache",
+            "v_cache",
+        ),
+    ),
+    "tables and caches in fp16, shuffled": (
+        "shuffled_norm_rope_kv_write.qk_norm_rope_kv_write",
+        lambda draw: in_dtype(
+            partial(norm_rope_written, rope_style="half", width=128),
+            draw,
+            torch.float16,
+            "k",
+            "v",
+            "cos",
+            "sin",
+            "k_cache",
+            "v_cache",
+        ),
     ),
     "rotation into a latent of 256": (
         "latent_cache.mla_rope_kv_write",
@@ -340,6 +395,10 @@ CASES: dict[str, tuple[str, Make]] = {
     "experts by blocks of 64": (
         "experts_blocks.moe_experts_fp8",
         lambda draw: fp8_block(draw, **WHOLE, block=64),
+    ),
+    "experts by blocks, 192 hidden": (
+        "experts_blocks.moe_experts_fp8",
+        lambda draw: fp8_block(draw, hidden=192, inner=128),
     ),
     "experts by blocks, 192 inner": (
         "experts_blocks.moe_experts_fp8",

@@ -162,8 +162,8 @@ BUGS = [
     ),
     bug(
         "linear/scaled_linear_blocks",
-        "        as_rows(x_scale),\n",
-        "        as_rows(x_scale).contiguous(),\n",
+        "        tiles,\n        x_scale,\n",
+        "        tiles,\n        x_scale.contiguous(),\n",
         values("scaled_linear_blocks.scaled_linear_fp8_block"),
     ),
     bug(

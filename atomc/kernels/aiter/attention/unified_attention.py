@@ -81,7 +81,7 @@ def unattended(
 unattended_shuffled = first_refusal(
     installed(shuffled_attention),
     odd_heads,
-    named("q k_cache", unlike, HALVES),
+    named("k_cache", unlike, HALVES),
     unattended,
 )
 

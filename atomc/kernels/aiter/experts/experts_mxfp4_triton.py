@@ -18,7 +18,7 @@ from atomc.kernels.aiter.experts.experts_triton import (
     summed,
     triton_dtype,
 )
-from atomc.kernels.aiter.library import Function, gapped, installed, no_mxfp4, scattered
+from atomc.kernels.aiter.library import Function, installed, no_mxfp4
 from atomc.kernels.checks import first_refusal, named, unlike, wrong_result
 from atomc.ops.experts import Gate, gated
 from atomc.ops.op import Refusal
@@ -82,8 +82,6 @@ def _partial_tiles(w13: Tensor, w2: Tensor, x_scale: Tensor | None) -> Refusal |
         no_mxfp4,
         named("x", unlike, (torch.bfloat16,)),
         named("out_dtype", wrong_result, (torch.bfloat16,)),
-        named("x", scattered),
-        named("w13 w2 w13_scale w2_scale", gapped),
     ),
 )
 def moe_experts_mxfp4(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.experts.experts import numbered
-from atomc.kernels.aiter.library import Function, gapped, installed, scattered
+from atomc.kernels.aiter.library import Function, gapped, installed
 from atomc.kernels.checks import first_refusal, named, unlike, unsupported
 from atomc.ops.experts import Gate, gated
 from atomc.ops.formats import FLOATS
@@ -130,7 +130,6 @@ def _pairs(zeros: Tensor) -> Prepared:
         installed(moe_align_block_size_triton, fused_moe),
         named("x", unlike, FLOATS),
         named("b13 b2", unsupported, "AITER's kernel"),
-        named("x", scattered),
         named("w13 w2", gapped),
     ),
     prepare={"w13_zeros": _pairs, "w2_zeros": _pairs},

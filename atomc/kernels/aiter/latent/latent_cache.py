@@ -85,7 +85,7 @@ def _uncached(
 
 
 def _wide_key(latent: int, rotated: int) -> Refusal | None:
-    if rotated <= latent <= WIDEST:
+    if rotated <= min(latent, WIDEST):
         return None
     return Refusal(
         "shape",
@@ -124,7 +124,7 @@ def _refuse_mla_kv_write(
     slots: Tensor,
     scale: Tensor | None,
 ) -> Refusal | None:
-    return unfit(platform) or unwritable_tokens(
+    return unwritable_tokens(
         platform, unbatched(kv_c, 2), unbatched(k_pe, 3), kv_cache, slots, scale
     )
 
@@ -207,8 +207,6 @@ def _refuse_mla_rope_kv_write(
     scale: Tensor | None,
     **operands: Unpack[Operands],
 ) -> Refusal | None:
-    if reason := unfit(platform):
-        return reason
     rows = latent_rows(**operands)
     return (
         unwritable_queries(platform, rows, kv_cache, slots, scale)

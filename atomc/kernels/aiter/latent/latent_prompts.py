@@ -23,7 +23,7 @@ from atomc.kernels.aiter.latent.latent_walk import (
     unattended_latents,
 )
 from atomc.kernels.aiter.library import installed
-from atomc.kernels.checks import first_refusal, named, scattered_blocks, strided, unlike, wrong_rank
+from atomc.kernels.checks import first_refusal, named, scattered_blocks, unlike, wrong_rank
 from atomc.kernels.row_views import as_heads, with_lead
 from atomc.ops.attention import loaded_values
 from atomc.ops.formats import HALVES
@@ -63,7 +63,7 @@ def _odd_heads(q_nope: Tensor, q_rope: Tensor, weight: Tensor) -> Refusal | None
     refuses=first_refusal(
         refuse_chosen,
         installed(flash_attn_func),
-        named("q_nope q_rope latent k_rope weight", unlike, HALVES),
+        named("q_nope q_rope latent k_rope", unlike, HALVES),
         named("q_nope", wrong_rank, (3, 4)),
         _odd_heads,
     ),
@@ -108,10 +108,8 @@ def _unwalked(
     refuses=first_refusal(
         refuse_chosen,
         installed(flash_attn_varlen_func),
-        named("q", unlike, HALVES),
         _odd_cached_heads,
         lambda kv_cache: scattered_blocks(kv_cache),
-        named("weight", strided),
         _unwalked,
     ),
 )

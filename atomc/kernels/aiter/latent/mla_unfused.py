@@ -19,9 +19,8 @@ from atomc.kernels.aiter.latent.latent_cache import (
 from atomc.kernels.aiter.latent.latent_rows import Operands, latent_rows
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rows.rope import refuse_rope, rope
-from atomc.kernels.checks import odd_group, unlike
+from atomc.kernels.checks import odd_group
 from atomc.kernels.row_views import with_lead
-from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -46,13 +45,9 @@ def _refuse_mla_rope_kv_write(
     scale: Tensor | None,
     **operands: Unpack[Operands],
 ) -> Refusal | None:
-    if reason := unfit(platform):
-        return reason
     rows = latent_rows(**operands)
-    return (
-        unwritable_tokens(platform, rows.kv_c, rows.k_pe, kv_cache, slots, scale)
-        or unlike(HALVES, q_nope=rows.q_nope, kv_c=rows.kv_c)
-        or refuse_rope(platform, rows.q_pe, rows.cos, rows.sin, rows.style)
+    return unwritable_tokens(platform, rows.kv_c, rows.k_pe, kv_cache, slots, scale) or refuse_rope(
+        platform, rows.q_pe, rows.cos, rows.sin, rows.style
     )
 
 

@@ -17,7 +17,7 @@ gemm_a16w16 = Function("gemm_a16w16", "aiter.tuned_gemm", takes=["bias"])
     "aiter",
     refuses=first_refusal(
         installed(gemm_a16w16),
-        named("x bias", unlike, HALVES),
+        named("x", unlike, HALVES),
         # Few rows go to a kernel that does not read strides; which ones, AITER's tables say.
         named("x weight", gapped),
     ),

@@ -11,9 +11,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_operands, installed
 from atomc.kernels.aiter.linear.packing import shuffled_weight
-from atomc.kernels.checks import first_refusal, unlike, wrong_result
+from atomc.kernels.checks import first_refusal, wrong_result
 from atomc.kernels.row_views import as_rows
-from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
 
 FUSED = "aiter.ops.triton.gemm.fused."
@@ -76,7 +75,7 @@ def split_cat(
 
 def other_keys(k_pe: Tensor, out_dtype: torch.dtype) -> Refusal | None:
     """Unless the rotated keys have the dtype of the result."""
-    return unlike(HALVES, k_pe=k_pe) or wrong_result((k_pe.dtype,), out_dtype)
+    return wrong_result((k_pe.dtype,), out_dtype)
 
 
 @ops.linear_split_cat.kernel(

@@ -17,7 +17,6 @@ from atomc.kernels.aiter.library import (
 from atomc.kernels.aiter.linear.packing import relaid_weight
 from atomc.kernels.aiter.linear.scaled_linear import gemm_a8w8_blockscale_bpreshuffle, unmultiplied
 from atomc.kernels.checks import first_refusal, named
-from atomc.kernels.row_views import as_rows
 from atomc.ops.op import Refusal
 
 BLOCK = 128
@@ -33,8 +32,7 @@ def _partial_tiles(weight: Tensor, x_scale: Tensor, block: int) -> Refusal | Non
             f"blocks of {block} in a weight of {n} x {k}: AITER's kernel takes blocks of {BLOCK}, "
             f"and whole tiles of {OUTPUTS} x {BLOCK}",
         )
-    scales = as_rows(x_scale)
-    if not same_sizes(scales.stride(), (1, scales.shape[0])):
+    if not same_sizes(x_scale.stride(), (1, x_scale.shape[0])):
         return Refusal("layout", "AITER's kernel reads the scales column by column")
     return None
 
@@ -58,7 +56,7 @@ def scaled_linear_fp8_block(
         gemm_a8w8_blockscale_bpreshuffle,
         x.contiguous(),
         tiles,
-        as_rows(x_scale),
+        x_scale,
         weight_scale,
         dtype=out_dtype,
     )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
+from atomc.graph.sizes import known_equal, same_sizes
 from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.checks import (
     first_refusal,
@@ -70,7 +70,7 @@ def apart(**tensors: Tensor) -> Refusal | None:
     them.
     """
     for name, x in tensors.items():
-        if not known_equal(x.stride(-1), 1) or not known_equal(x.stride(-2), x.shape[-1]):
+        if not same_sizes(x.stride()[-2:], (x.shape[-1], 1)):
             return Refusal("layout", f"the heads of a token of {name} do not follow each other")
     return None
 

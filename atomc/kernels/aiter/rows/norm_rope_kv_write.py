@@ -78,7 +78,7 @@ def _unlike_weights(
     layout="paged",
     refuses=first_refusal(
         installed(fused_qkv_split_qk_norm_rope_cache),
-        named("q k v cos sin k_cache v_cache", unlike, HALVES),
+        named("q cos sin k_cache", unlike, HALVES),
         _unlike_weights,
         named("k_scale v_scale", scaled),
         moving,

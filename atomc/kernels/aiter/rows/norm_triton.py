@@ -36,7 +36,7 @@ def unreadable(
     """Why AITER's Triton norms cannot be had of these rows, or None."""
     if reason := (
         unlike(FLOATS, x=x, residual=residual)
-        or scattered(x=x, residual=residual, weight=weight)
+        or scattered(x=x, weight=weight)
         or wrong_rank((x.dim(),), residual=residual)
     ):
         return reason

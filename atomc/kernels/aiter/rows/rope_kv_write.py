@@ -23,7 +23,7 @@ fused_qk_rope_reshape_and_cache = Function(
 # Why `written` does not serve these, whatever the layout of the caches.
 unrotatable_heads = first_refusal(
     installed(fused_qk_rope_reshape_and_cache),
-    named("q k v cos sin", unlike, HALVES),
+    named("q k cos sin", unlike, HALVES),
     lambda k_scale, v_scale, k_cache, v_cache: coded(
         k_scale, v_scale, k_cache=k_cache, v_cache=v_cache
     ),

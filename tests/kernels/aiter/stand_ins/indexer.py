@@ -49,7 +49,7 @@ def indexer_k_quant_and_cache(
     check(quant_block_size == THREADS * VECTOR, "threads that leave take part in the reduction")
     rows = contiguous_view(k, tokens, width)
     codes, scales = page_parts(kv_cache, width)
-    for t, slot in enumerate(slot_mapping.tolist()[:tokens]):
+    for t, slot in enumerate(contiguous_view(slot_mapping, tokens).tolist()):
         if slot < 0:
             continue
         at = divmod(slot, kv_cache.shape[1])

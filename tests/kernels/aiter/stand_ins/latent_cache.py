@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stand_ins import stands_for
 from stand_ins.formats import native_fp8, to_codes
-from stand_ins.memory import check, row_view
+from stand_ins.memory import check, contiguous_view, row_view
 
 VECTOR = 8
 
@@ -53,7 +53,7 @@ def concat_and_cache_mla(
     aligned(kv_c=kv_c, k_pe=k_pe)
     threads = min(latent, 1024) // VECTOR
     moved = min(rotated, threads * VECTOR)
-    for t, slot in enumerate(slot_mapping.tolist()):
+    for t, slot in enumerate(contiguous_view(slot_mapping, len(kv_c)).tolist()):
         if slot < 0:
             continue
         new = torch.cat((row_view(kv_c)[t], row_view(k_pe)[t][:moved]))
