@@ -6,6 +6,7 @@ refuse.
 MODULES = (
     "rows.activation",
     "rows.activation_quant",
+    "rows.activation_quant_triton",
     "attention.attention",
     "collective.collective",
     "collective.collective_quant",

@@ -49,7 +49,6 @@ KERNELS = {
     if kernel.provider == "aiter"
 }
 PLAINLY_NAMED = (
-    "activation_quant",
     "linear_shuffled_split_cat",
     "linear_shuffled_split_cat_mxfp4",
     "linear_split_cat",

@@ -102,6 +102,19 @@ def of_rows(fp8: torch.dtype) -> dict[str, Cases]:
             for kind in ("packed", "packed batch", "one vector", "no rows", "wide")
             for style in ("before", "one_plus")
         },
+        "silu_and_mul_quant": {
+            f"{scheme}, {shape}, native": partial(
+                _gated,
+                shape,
+                scheme=scheme,
+                dtype=fp8,
+                group=64 if len(shape) == 3 else 128,
+                column_major=shape[0] == 5,
+                rounding="up",
+            )
+            for scheme in ("fp8_group", "mxfp4")
+            for shape in ((5, 384), (2, 7, 192), (3, 2176), (1, 8192), (0, 128))
+        },
         "quant_fp8_per_token": per_row,
         "quant_fp8_static": {name: partial(_static, make) for name, make in per_row.items()},
         "quant_fp8_group": {
@@ -186,6 +199,10 @@ def by_column(given: dict[str, Any]) -> dict[str, Any]:
 def _normed(shape: tuple[int, ...], residual: bool, draw: Draw, **rest: Any) -> dict[str, Any]:
     given = {"x": draw.normal(*shape), "weight": draw.normal(shape[-1]), "eps": EPS, **rest}
     return given | ({"residual": draw.normal(*shape)} if residual else {})
+
+
+def _gated(shape: tuple[int, ...], draw: Draw, **rest: Any) -> dict[str, Any]:
+    return halves(draw, *shape, **rest)
 
 
 def _quantized(shape: tuple[int, ...], draw: Draw, **rest: Any) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def test_an_activation_of_an_odd_width_would_write_into_the_next_row(name: str) 
         ("activation.silu_and_mul", {}),
         ("activation.gelu_and_mul", {}),
         ("activation_quant.silu_and_mul_quant", {"scheme": "fp8_group", "dtype": FP8}),
+        ("activation_quant_triton.silu_and_mul_quant", {"scheme": "fp8_group", "dtype": FP8}),
     ],
 )
 def test_a_gate_is_not_copied_beside_up(name: str, rest: dict[str, Any]) -> None:

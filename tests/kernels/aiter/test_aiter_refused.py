@@ -133,6 +133,10 @@ def two_norms(draw: Draw, x: int, y: int, **rest: Any) -> dict[str, Any]:
     return {"x": draw.normal(3, x), "y": draw.normal(3, y), **weights, **rest}
 
 
+def halves_of(draw: Draw, width: int, **rest: Any) -> dict[str, Any]:
+    return halves(draw, 3, width, **rest)
+
+
 def without_heads(draw: Draw) -> dict[str, Any]:
     given = roped(draw, heads=1)
     return given | {name: given[name].squeeze(1) for name in ("x", "cos", "sin")}
@@ -522,8 +526,27 @@ CASES: dict[str, tuple[str, Make]] = {
         lambda draw: mxfp4_operands(draw, 3, 256, out=40, activation="mxfp4"),
     ),
     "activation in groups of 48": (
-        "activation_quant.silu_and_mul_quant",
+        "activation_quant_triton.silu_and_mul_quant",
         lambda draw: halves(draw, 3, 96, scheme="fp8_group", group=48),
+    ),
+    "activation, scales by column": (
+        "activation_quant_triton.silu_and_mul_quant",
+        lambda draw: halves(draw, 3, 256, scheme="fp8_group", column_major=True),
+    ),
+    **{
+        f"compiled activation, {width} columns in groups of {group}": (
+            "activation_quant.silu_and_mul_quant",
+            partial(halves_of, width=width, scheme="fp8_group", group=group),
+        )
+        for width, group in ((96, 48), (5120, 128), (8320, 128), (192, 128))
+    },
+    "compiled activation under one scale": (
+        "activation_quant.silu_and_mul_quant",
+        lambda draw: halves(draw, 3, 128, scheme="fp8_static", scale=torch.tensor([0.5])),
+    ),
+    "compiled activation, scales rounded to even": (
+        "activation_quant.silu_and_mul_quant",
+        lambda draw: halves(draw, 3, 128, scheme="mxfp4"),
     ),
     "a norm of 8200 columns": ("norm.rms_norm", lambda draw: rows(draw, 3, 8200)),
     "a quantized norm of 8200 columns": (

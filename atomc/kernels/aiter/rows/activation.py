@@ -33,7 +33,7 @@ def apart(gate: Tensor, up: Tensor) -> Refusal | None:
     )
 
 
-def _halves_of_rows(gate: Tensor, up: Tensor) -> Refusal | None:
+def halves_of_rows(gate: Tensor, up: Tensor) -> Refusal | None:
     """The kernels store whole dwords, so that a row of an odd width would end in the next one."""
     return unlike(HALVES, gate=gate) or apart(gate, up) or uneven(gate.shape[-1], 2)
 
@@ -48,7 +48,7 @@ def _gated(function: Function, gate: Tensor, up: Tensor) -> Tensor:
 
 @ops.silu_and_mul.kernel(
     "aiter",
-    refuses=first_refusal(installed(aiter_silu_and_mul), _halves_of_rows),
+    refuses=first_refusal(installed(aiter_silu_and_mul), halves_of_rows),
     rounds="once",
 )
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
 @ops.gelu_and_mul.kernel(
     "aiter",
     refuses=first_refusal(
-        lambda platform, approximate: unfit(platform, GELUS[approximate]), _halves_of_rows
+        lambda platform, approximate: unfit(platform, GELUS[approximate]), halves_of_rows
     ),
     rounds="once",
 )

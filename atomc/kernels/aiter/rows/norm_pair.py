@@ -12,14 +12,14 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import same_sizes
-from atomc.kernels.aiter.library import Function, foreign_fp8, installed
+from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.aiter.linear.packing import e2m1_view
 from atomc.kernels.aiter.rows.norm import STORED_COLUMNS, unfit_rows
 from atomc.kernels.aiter.rows.norm_quant import (
     STORED_CODES,
     UNSERVED,
     empty_outputs,
-    unfit_groups,
+    unfit_codes,
 )
 from atomc.kernels.checks import first_refusal, uneven
 from atomc.kernels.row_views import as_rows, with_lead
@@ -110,9 +110,9 @@ def _unquantized(
         return Refusal("argument", "AITER's kernel quantizes one of the two norms")
     if scheme in UNSERVED:
         return Refusal("argument", f"AITER's compiled kernel {UNSERVED[scheme]}")
-    if scheme.startswith("fp8") and (reason := foreign_fp8(platform, dtype)):
-        return reason
-    return uneven(x.shape[-1], STORED_CODES) or unfit_groups(x.shape[-1], scheme, group, rounding)
+    return uneven(x.shape[-1], STORED_CODES) or unfit_codes(
+        platform, x, scheme, dtype, group, rounding
+    )
 
 
 @ops.rms_norm_pair_quant.kernel(

@@ -61,14 +61,12 @@ def _refuse(
         )
     if scheme in UNSERVED:
         return Refusal("argument", f"AITER's compiled kernel {UNSERVED[scheme]}")
-    if scheme in ("fp8_group", "mxfp4") and (reason := _groupless(x.shape[-1])):
+    if scheme in ("fp8_group", "mxfp4") and (reason := groupless(x.shape[-1])):
         return reason
-    if scheme.startswith("fp8") and (reason := foreign_fp8(platform, dtype)):
-        return reason
-    return unfit_groups(x.shape[-1], scheme, group, rounding)
+    return unfit_codes(platform, x, scheme, dtype, group, rounding)
 
 
-def _groupless(width: int) -> Refusal | None:
+def groupless(width: int) -> Refusal | None:
     if GROUPLESS[0] < width <= GROUPLESS[1]:
         return Refusal(
             "shape",
@@ -78,7 +76,13 @@ def _groupless(width: int) -> Refusal | None:
     return None
 
 
-def unfit_groups(width: int, scheme: str, group: int, rounding: str) -> Refusal | None:
+def unfit_codes(
+    platform: Platform, x: Tensor, scheme: str, dtype: torch.dtype, group: int, rounding: str
+) -> Refusal | None:
+    """Why AITER's HIP kernels do not quantize rows like x so."""
+    if scheme.startswith("fp8") and (reason := foreign_fp8(platform, dtype)):
+        return reason
+    width = x.shape[-1]
     if scheme == "fp8_group" and (group not in (64, 128) or width % group):
         return Refusal(
             "shape",
