@@ -155,6 +155,15 @@ def test_queries_of_tokens_without_a_slot_are_written_or_the_sizes_refused() -> 
     )
 
 
+def test_tables_with_one_row_for_all_tokens_are_refused() -> None:
+    given = latent_rope_written(DRAW, heads=4, **WIDTHS)
+    assert refused(ROPE_KV_WRITE, given) is None
+    given |= {name: given[name][:1] for name in ("cos", "sin")}
+    assert refused(ROPE_KV_WRITE, given) == Refusal(
+        "shape", "the tables do not have a row for each token"
+    )
+
+
 def test_tables_with_two_angles_a_pair_are_refused() -> None:
     given = latent_rope_written(DRAW, heads=4, rope_style="neox", **WIDTHS)
     assert refused(ROPE_KV_WRITE, given) == Refusal(

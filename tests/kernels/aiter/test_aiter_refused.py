@@ -179,7 +179,7 @@ CASES: dict[str, tuple[str, Make]] = {
     ),
     "fp8 by blocks, out in fp32": (
         "scaled_linear_blocks.scaled_linear_fp8_block",
-        lambda draw: by_column(scaled_blocks(draw, 3, 128, out=64)) | {"out_dtype": torch.float32},
+        lambda draw: by_column(scaled_blocks(draw, 3, 256, out=64)) | {"out_dtype": torch.float32},
     ),
     "fp8 by blocks, a weight by column": (
         "scaled_linear.scaled_linear_fp8_block",
@@ -303,6 +303,21 @@ CASES: dict[str, tuple[str, Make]] = {
             "k_cache",
             "v_cache",
         ),
+    ),
+    "latents, part of the key rotates": (
+        "latent_cache.mla_rope_kv_write",
+        lambda draw: (
+            (given := latent_rope_written(draw, **LATENT))
+            | {name: given[name][..., :16] for name in ("cos", "sin")}
+        ),
+    ),
+    "latents, pairs": (
+        "latent_cache.mla_rope_kv_write",
+        partial(latent_rope_written, **LATENT, rope_style="pairs"),
+    ),
+    "latents, 32 columns rotate": (
+        "latent_cache.mla_rope_kv_write",
+        partial(latent_rope_written, **LATENT | {"rotated": 32}),
     ),
     "rotation into a latent of 256": (
         "latent_cache.mla_rope_kv_write",

@@ -14,7 +14,7 @@ from compare import compare
 from kernel_cases.attention import attended, paged
 from kernel_cases.draw import Draw
 from kernel_cases.rows import reducing
-from kernel_cases.state import norm_rope_written, written
+from kernel_cases.state import norm_rope_written, rope_written, written
 from stand_ins.collectives import PROCESSES
 from torch import Tensor
 
@@ -49,6 +49,20 @@ def test_a_window_of_one_key_is_refused() -> None:
     assert refused("attention.attention", attended(DRAW, 33, window=2)) is None
     assert refused("attention.attention", attended(DRAW, 33, window=1)) == Refusal(
         "argument", "AITER has no kernel for a window of one key"
+    )
+
+
+def test_a_window_without_a_causal_mask_is_refused() -> None:
+    assert refused("attention.attention", attended(DRAW, 33, window=5, causal=False)) == Refusal(
+        "argument", "AITER's window ends at the query, here later keys are seen"
+    )
+
+
+def test_a_rotation_in_fp32_is_refused_where_aiter_rounds_its_steps() -> None:
+    given = rope_written(DRAW, cache=torch.bfloat16)
+    assert refused("rope_kv_write.rope_kv_write", given) is None
+    assert refused("rope_kv_write.rope_kv_write", given | {"in_fp32": True}) == Refusal(
+        "argument", "AITER's kernel does not support in_fp32"
     )
 
 

@@ -33,7 +33,9 @@ BUGS: list[Bug] = [
         "kv_c.new_ones(1, dtype=torch.float32)",
         WRITE,
     ),
-    bug("latent/latent_cache", "if rotated <= min(latent, WIDEST):", "if latent <= WIDEST:", GUARDS),
+    bug(
+        "latent/latent_cache", "if rotated <= min(latent, WIDEST):", "if latent <= WIDEST:", GUARDS
+    ),
     bug("latent/latent_cache", "            compute_all_q_rope=True,\n", "", ROPE_WRITE),
     bug(
         "latent/latent_cache",

@@ -43,11 +43,13 @@ PREDICATES: dict[str, bool | None] = {"table_dimension": None}
 # true, unless it is true, if its result is true.
 IF, UNLESS, CHECK = "_refuses_if", "_refuses_unless", "_refuses_by"
 
-# The share of deletions that must turn a test red. Many of the others are of a tensor whose dtype or
-# rank follows from that of another, or which AITER copies.
-FLOOR = 0.7
+# The share of deletions that must turn a test red.
+FLOOR = 0.97
 # Deletions that no test can notice, and why.
-SURVIVORS: dict[str, str] = {}
+SURVIVORS = {
+    "atomc/kernels/aiter/collective/groups.py: _are_missing: return any(isinstance(function.found, "
+    "str) for function in FUNCTIONS) -> return True": "ranks ask, in processes of their own",
+}
 
 Span = tuple[int, int]
 Watch = tuple[Span, str]

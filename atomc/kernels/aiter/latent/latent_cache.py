@@ -145,8 +145,16 @@ def unwritable_queries(
     return (
         unfit(platform, fused_qk_rope_concat_and_cache_mla)
         or unsupported("AITER's write, which does not saturate rotated codes,", scale=scale)
-        or unlike(HALVES, q_nope=q_nope, kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
-        or unlike((kv_c.dtype,), q_pe=q_pe, cos=cos, sin=sin)
+        or unlike(
+            HALVES,
+            q_nope=q_nope,
+            q_pe=q_pe,
+            kv_c=kv_c,
+            k_pe=k_pe,
+            cos=cos,
+            sin=sin,
+            kv_cache=kv_cache,
+        )
         or moving(style)
         or _other_widths(kv_c.shape[-1], q_pe.shape[-1], q_pe.shape[-2])
         or partly_rotated(q_pe.shape[-1], cos, style)
