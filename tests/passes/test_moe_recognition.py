@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_group import fake_group
 from moe_blockers import EXPERTS as WRITTEN_OUT
-from moe_blockers import PAIR
 from moe_blockers import experts as written_out
 from rewriting import after_passes, explained, since
 from torch import Tensor, nn
@@ -284,8 +284,8 @@ def test_experts_read_the_ids_of_the_router_without_a_cast() -> None:
 
 def test_what_processes_exchange_besides_ids_keeps_its_cast() -> None:
     chosen = [each for each in passes.PIPELINE if each.name == "ids_as_chosen"]
-    counts = torch.arange(5, dtype=torch.int32)
-    text = after_passes(chosen, lambda x: ops.all_reduce(x.float(), PAIR), counts).text
+    counts, pair = torch.arange(5, dtype=torch.int32), fake_group(2)
+    text = after_passes(chosen, lambda x: ops.all_reduce(x.float(), pair), counts).text
     assert "float32" in text
 
 
