@@ -19,6 +19,7 @@ MODULES = (
     "latent.latent_attention",
     "latent.latent_attention_triton",
     "latent.latent_cache",
+    "latent.latent_chosen",
     "latent.latent_chosen_triton",
     "latent.latent_prompts",
     "linear.linear",

@@ -20,6 +20,7 @@ from kernel_cases.indexer import index_written, ranked_codes
 from kernel_cases.linear import linear
 from kernel_cases.mla import (
     latent_attended,
+    latent_of_chosen,
     latent_paged,
     latent_projected,
     latent_rope_written,
@@ -261,7 +262,26 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             )
             for dtype in ("as q", "native fp8")
         }
-        | {"native fp8, drafts": partial(latent_paged, sequences=DRAFTS, cache=fp8)},
+        | {"native fp8, drafts": partial(latent_paged, sequences=DRAFTS, cache=fp8)}
+        | {
+            f"chosen, {heads} heads of 512 + 64, {kind}, {dtype}": partial(
+                latent_of_chosen,
+                sequences=sequences,
+                topk=19,
+                heads=heads,
+                latent=512,
+                rotated=64,
+                padding=padding,
+                cache=None if dtype == "as q" else fp8,
+                scale=0.07,
+            )
+            for heads in (3, 48)
+            for kind, sequences, padding in (
+                ("decode", [(1, 70), (1, 7), (1, 19), (0, 0)], 1),
+                ("prompts", [(3, 20), (0, 4), (21, 21), (1, 5)], 2),
+            )
+            for dtype in ("as q", "native fp8")
+        },
         "index_write": {
             "native fp8": partial(index_written, cache=fp8, width=128, skip=(2,)),
             "native fp8, batch of one": partial(index_written, cache=fp8, width=128, batch=True),

@@ -11,7 +11,7 @@ import torch
 from aiter_cases import KERNELS, cases, prepared
 from argument_changes import placed
 from kernel_cases.draw import E4M3, Draw
-from kernel_cases.indexer import ranked_codes
+from kernel_cases.indexer import chosen_rows, ranked_codes
 from kernel_cases.mla import (
     latent_attended,
     latent_paged,
@@ -22,6 +22,7 @@ from kernel_cases.mla import (
     split_and_joined,
 )
 
+from atomc import ops
 from atomc.kernels.aiter.latent import latent_attention, latent_cache
 from atomc.kernels.aiter.linear import linear_shuffled_split_cat_mxfp4
 from atomc.ops.op import Refusal, refusal
@@ -109,6 +110,16 @@ def test_the_indexer_chooses_as_many_keys_as_atom_has_aiter_choose() -> None:
     assert refused("indexer.paged_index_topk", given) == Refusal(
         "argument", "64 chosen keys: AITER is used for 2048"
     )
+
+
+def test_amd_gpus_read_chosen_keys_with_the_projections_absorbed() -> None:
+    [kernel] = [k for k in ops.mla_paged_attention.kernels if k.provider == "triton"]
+    given = latent_projected(DRAW, [(3, 9)]) | {"chosen": chosen_rows(DRAW, [(3, 9)], 5)}
+    assert refusal(kernel, Platform.named("sm90"), given) is None
+    assert refusal(kernel, Platform.named("gfx950"), given) == Refusal(
+        "hardware", "AMD GPUs read chosen keys with the projections absorbed"
+    )
+    assert refusal(kernel, Platform.named("gfx950"), given | {"chosen": None}) is None
 
 
 def test_triton_takes_powers_of_two() -> None:
@@ -236,11 +247,12 @@ def test_the_division_of_the_work_is_what_aiter_documents() -> None:
     lengths = torch.tensor([40, 0, 3], dtype=torch.int32)
     tables = torch.arange(9, dtype=torch.int32).view(3, 3)
     with stand_ins.installed("gfx950"):
-        made = latent_attention.Schedule(
-            *latent_attention.schedule(lengths, tables, 16, 16, torch.bfloat16, torch.bfloat16)
+        pages, *divided = latent_attention.schedule(
+            lengths, tables, 16, 16, torch.bfloat16, torch.bfloat16
         )
+    made = latent_attention.Division(*divided)
     assert made.page_start.tolist() == [0, 40, 41, 44]
-    assert made.pages[:44].tolist() == [*range(40), 48, *range(96, 99)]
+    assert pages[:44].tolist() == [*range(40), 48, *range(96, 99)]
     assert made.last_page_lens.tolist() == [1, 1, 1]
     assert made.work_indptr.dim() == 1 and made.work_info_set.shape[1] == 8
     works = made.work_info_set[: made.work_indptr[-1], [0, 2, 4, 5]].tolist()

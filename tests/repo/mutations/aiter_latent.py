@@ -8,6 +8,7 @@ ROPE_WRITE = values("latent_cache.mla_rope_kv_write")
 UNFUSED = values("mla_unfused.mla_rope_kv_write")
 PRODUCT = values("mla_unfused.bmm_rope_kv_write")
 ASSEMBLY = values("latent_attention.mla_absorbed_attention")
+CHOSEN = values("latent_chosen.mla_absorbed_attention")
 TRITON = values("latent_attention_triton.mla_absorbed_attention")
 PROMPTS = values("latent_prompts.mla_paged_attention")
 SPLIT = values("linear_shuffled_split_cat.linear_split_cat")
@@ -91,34 +92,34 @@ BUGS: list[Bug] = [
     ),
     bug(
         "latent/latent_attention",
-        "work_indptr=plan.work_indptr,\n        work_info_set=plan.work_info_set,",
-        "work_indptr=plan.work_info_set,\n        work_info_set=plan.work_indptr,",
+        "work_indptr=divided.work_indptr,\n        work_info_set=divided.work_info_set,",
+        "work_indptr=divided.work_info_set,\n        work_info_set=divided.work_indptr,",
         ASSEMBLY,
     ),
     bug(
         "latent/latent_attention",
-        "reduce_final_map=plan.reduce_final_map,\n"
-        "        reduce_partial_map=plan.reduce_partial_map,",
-        "reduce_final_map=plan.reduce_partial_map,\n"
-        "        reduce_partial_map=plan.reduce_final_map,",
+        "reduce_final_map=divided.reduce_final_map,\n"
+        "        reduce_partial_map=divided.reduce_partial_map,",
+        "reduce_final_map=divided.reduce_partial_map,\n"
+        "        reduce_partial_map=divided.reduce_final_map,",
         ASSEMBLY,
     ),
-    bug("latent/latent_attention", "        sm_scale=scale,\n", "", ASSEMBLY),
-    bug("latent/latent_attention", "tokens, sm_scale=scale)", "tokens)", ASSEMBLY),
+    bug(
+        "latent/latent_attention",
+        "        sm_scale=scale,\n        num_kv",
+        "        num_kv",
+        ASSEMBLY,
+    ),
+    bug("latent/latent_attention", "                sm_scale=scale,\n", "", ASSEMBLY),
     bug("latent/latent_attention", "        kv_scale=kv_scale,\n    )", "    )", ASSEMBLY),
     bug("latent/latent_attention", "        dtype_kv=kv_dtype,\n", "", ASSEMBLY),
-    bug("latent/latent_attention", "seq_lens.clamp(min=1)", "seq_lens", ASSEMBLY),
-    bug(
-        "latent/latent_attention",
-        "mla_prefill_fwd(*operands, tokens,",
-        "mla_prefill_fwd(*operands, 1,",
-        ASSEMBLY,
-    ),
+    bug("latent/latent_attention", "num_keys.clamp(min=1)", "num_keys", ASSEMBLY),
+    bug("latent/latent_attention", "tokens,  # so many", "1,  # so many", ASSEMBLY),
     bug("latent/latent_attention", "block_tables, block_size).to", "block_tables, 1).to", ASSEMBLY),
     bug(
         "latent/latent_attention",
-        "out = q.new_zeros((tokens, padded, latent))",
-        "out = q.new_empty((tokens, padded, latent))",
+        "out = q.new_zeros((tokens, padded(heads), latent))",
+        "out = q.new_empty((tokens, padded(heads), latent))",
         ASSEMBLY,
     ),
     bug(
@@ -133,7 +134,7 @@ BUGS: list[Bug] = [
         "out[:, -heads:].contiguous()",
         ASSEMBLY,
     ),
-    bug("latent/latent_attention", "_padded(heads) == 32", "_padded(heads) == 64", GUARDS),
+    bug("latent/latent_attention", "padded(heads) == 32", "padded(heads) == 64", GUARDS),
     bug(
         "latent/latent_attention",
         '("seq_lens", "block_tables"), _constants',
@@ -141,6 +142,15 @@ BUGS: list[Bug] = [
         ASSEMBLY,
     ),
     Bug("passes/lower.py", "if key not in shared:", "if True:", MODELS),
+    bug("latent/latent_chosen", "seq_lens.clamp(max=topk)", "seq_lens", CHOSEN),
+    bug("latent/latent_chosen", "if tokens != seq_lens.shape[0]:", "if False:", CHOSEN),
+    bug("latent/latent_chosen", "page - page_start[of]", "page % topk", CHOSEN),
+    bug(
+        "latent/latent_chosen",
+        "        blank_padding(out, query_start, seq_lens)\n",
+        "",
+        CHOSEN,
+    ),
     # attention in Triton
     bug(
         "latent/latent_walk",

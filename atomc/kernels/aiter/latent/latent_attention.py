@@ -49,14 +49,13 @@ PARTS = 32
 PROMPT_HEADS = (16, 128)
 
 
-class Schedule(NamedTuple):
-    """A decode step as AITER describes it: rows and pages of each sequence, then what
-    get_mla_metadata_v1 writes, in the order of get_mla_metadata_info_v1.
+class Division(NamedTuple):
+    """A step whose rows are sequences, as AITER describes it, without its pages; what
+    get_mla_metadata_v1 writes is in the order of get_mla_metadata_info_v1.
     """
 
     query_start: Tensor  # [S + 1] i32: row s is of sequence s
     page_start: Tensor  # [S + 1] i32
-    pages: Tensor  # [>= number of keys] i32
     last_page_lens: Tensor  # [S] i32
     work_meta_data: Tensor
     work_indptr: Tensor
@@ -66,20 +65,17 @@ class Schedule(NamedTuple):
     reduce_partial_map: Tensor
 
 
-def schedule(
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    heads: int,
-    block_size: int,
-    q_dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+def division(
+    num_keys: Tensor, heads: int, q_dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """The Schedule of a step. A sequence without keys, which is padding, gets one."""
-    sequences, device = seq_lens.shape[0], seq_lens.device
+    """The Division of rows that read so many keys, [S] i32. A row without keys, which is padding,
+    gets one.
+    """
+    sequences, device = num_keys.shape[0], num_keys.device
     page_start = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
-    torch.cumsum(seq_lens.clamp(min=1), 0, dtype=torch.int32, out=page_start[1:])
+    torch.cumsum(num_keys.clamp(min=1), 0, dtype=torch.int32, out=page_start[1:])
     rows = torch.arange(sequences + 1, dtype=torch.int32, device=device)
-    last_page_lens = torch.ones_like(seq_lens)
+    last_page_lens = torch.ones_like(num_keys)
     sizes = get_mla_metadata_info_v1(
         sequences,
         1,
@@ -112,20 +108,33 @@ def schedule(
         dtype_q=q_dtype,
         dtype_kv=kv_dtype,
     )
-    pages = slots_of_keys(page_start, block_tables, block_size).to(torch.int32)
-    return Schedule(
-        rows, page_start, pages, last_page_lens, pointers, work_indptr, work_info_set, *reduced
+    return Division(
+        rows, page_start, last_page_lens, pointers, work_indptr, work_info_set, *reduced
     )
+
+
+def schedule(
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    heads: int,
+    block_size: int,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """The pages of all sequences of a decode step, [>= number of keys] i32, then its Division."""
+    divided = division(seq_lens, heads, q_dtype, kv_dtype)
+    page_start = divided[1]
+    return slots_of_keys(page_start, block_tables, block_size).to(torch.int32), *divided
 
 
 def _constants(q: Tensor, kv_cache: Tensor) -> tuple[int, int, torch.dtype, torch.dtype]:
     block_size = kv_cache.shape[1]
     if not isinstance(block_size, int):  # where a graph leaves it open it is the layout's
         block_size = LAYOUTS["paged"].block_size
-    return _padded(q.shape[-2]), block_size, q.dtype, kv_cache.dtype
+    return padded(q.shape[-2]), block_size, q.dtype, kv_cache.dtype
 
 
-def _padded(heads: int) -> int:
+def padded(heads: int) -> int:
     return -(-heads // HEADS) * HEADS
 
 
@@ -144,7 +153,7 @@ def _other_heads(platform: Platform, q: Tensor, kv_cache: Tensor) -> Refusal | N
     heads = q.shape[-2]
     if heads > MOST_HEADS:
         return Refusal("shape", f"{heads} heads: AITER's assembly takes up to {MOST_HEADS}")
-    if platform.arch == "gfx942" and _padded(heads) == 32 and kv_cache.dtype == torch.bfloat16:
+    if platform.arch == "gfx942" and padded(heads) == 32 and kv_cache.dtype == torch.bfloat16:
         return Refusal("shape", f"{heads} heads: AITER does not support 32 on gfx942 in bfloat16")
     return None
 
@@ -162,6 +171,18 @@ def _unread(platform: Platform, kv_cache: Tensor, kv_scale: Tensor | None) -> Re
     return None
 
 
+# Why `attend_rows` does not serve a call.
+unattended_rows = first_refusal(
+    installed(mla_decode_fwd, get_mla_metadata_info_v1, get_mla_metadata_v1),
+    named("q", unlike, (torch.bfloat16,)),
+    _other_widths,
+    _other_heads,
+    _unread,
+    lambda kv_cache: scattered_blocks(kv_cache),
+    named("kv_cache", strided),
+)
+
+
 def _runs_in_assembly(heads: int, kv_dtype: torch.dtype) -> bool:
     """Whether steps other than decode steps run in assembly."""
     return heads in PROMPT_HEADS and kv_dtype == torch.bfloat16
@@ -171,7 +192,7 @@ def _unwalked(
     platform: Platform, q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, latent: int
 ) -> Refusal | None:
     """Why the Triton kernels do not serve the steps that they take."""
-    if _runs_in_assembly(_padded(q.shape[-2]), kv_cache.dtype):
+    if _runs_in_assembly(padded(q.shape[-2]), kv_cache.dtype):
         return None
     return unattended_latents(platform, q, kv_cache, kv_scale, latent)
 
@@ -179,17 +200,7 @@ def _unwalked(
 @ops.mla_absorbed_attention.kernel(
     "aiter",
     layout="paged",
-    refuses=first_refusal(
-        refuse_chosen,
-        installed(mla_decode_fwd, mla_prefill_fwd, get_mla_metadata_info_v1, get_mla_metadata_v1),
-        named("q", unlike, (torch.bfloat16,)),
-        _other_widths,
-        _other_heads,
-        _unread,
-        lambda kv_cache: scattered_blocks(kv_cache),
-        named("kv_cache", strided),
-        _unwalked,
-    ),
+    refuses=first_refusal(refuse_chosen, unattended_rows, installed(mla_prefill_fwd), _unwalked),
     shared=ops.Shared(schedule, ("seq_lens", "block_tables"), _constants),
 )
 def mla_absorbed_attention(
@@ -205,51 +216,70 @@ def mla_absorbed_attention(
 ) -> Tensor:
     rows = as_heads(q)
     tokens, heads, _ = rows.shape
-    padded = _padded(heads)
     decode = tokens == seq_lens.shape[0]
-    if not decode and not _runs_in_assembly(padded, kv_cache.dtype):
+    if not decode and not _runs_in_assembly(padded(heads), kv_cache.dtype):
         return attended_latents(
             q, kv_cache, query_start, seq_lens, block_tables, kv_scale, latent, scale
         )
     # Rows of no sequence are not written.
-    out = q.new_zeros((tokens, padded, latent))
+    out = q.new_zeros((tokens, padded(heads), latent))
     if tokens:
-        plan = Schedule(*shared)
-        operands = (
-            F.pad(rows, (0, 0, 0, padded - heads)).contiguous(),
-            kv_cache.view(-1, 1, 1, kv_cache.shape[-1]),
-            out,
-            plan.query_start if decode else query_start,
-            plan.page_start,
-            plan.pages,
-            plan.last_page_lens,
-        )
+        pages, *divided = shared
+        divided_rows = Division(*divided)
         if decode:
-            _decode(operands, plan, kv_scale, scale)
+            attend_rows(rows, kv_cache, out, pages, divided_rows, kv_scale, scale)
             blank_padding(out, query_start, seq_lens)
         else:
-            # So many rows a sequence has at most.
-            mla_prefill_fwd(*operands, tokens, sm_scale=scale)
+            mla_prefill_fwd(
+                with_padded_heads(rows),
+                kv_cache.view(-1, 1, 1, kv_cache.shape[-1]),
+                out,
+                query_start,
+                divided_rows.page_start,
+                pages,
+                divided_rows.last_page_lens,
+                tokens,  # so many rows a sequence has at most
+                sm_scale=scale,
+            )
     return with_lead(out[:, :heads].contiguous(), q)
 
 
-def _decode(
-    operands: tuple[Tensor, ...], plan: Schedule, kv_scale: Tensor | None, scale: float
+def with_padded_heads(q: Tensor) -> Tensor:
+    """q [T, H, L + R] with rows of zeros behind its heads, contiguous."""
+    heads = q.shape[1]
+    return F.pad(q, (0, 0, 0, padded(heads) - heads)).contiguous()
+
+
+def attend_rows(
+    q: Tensor,
+    kv_cache: Tensor,
+    out: Tensor,
+    pages: Tensor,
+    divided: Division,
+    kv_scale: Tensor | None,
+    scale: float,
 ) -> None:
+    """Into out [T, padded heads, L]: each row of q [T, H, L + R] over its pages."""
     # Where AITER folds heads into rows it gives `out` another memory, if there are several tokens a
     # sequence; here is one.
     mla_decode_fwd(
-        *operands,
+        with_padded_heads(q),
+        kv_cache.view(-1, 1, 1, kv_cache.shape[-1]),
+        out,
+        divided.query_start,
+        divided.page_start,
+        pages,
+        divided.last_page_lens,
         1,
         page_size=1,
         nhead_kv=1,
         sm_scale=scale,
         num_kv_splits=PARTS,
-        work_meta_data=plan.work_meta_data,
-        work_indptr=plan.work_indptr,
-        work_info_set=plan.work_info_set,
-        reduce_indptr=plan.reduce_indptr,
-        reduce_final_map=plan.reduce_final_map,
-        reduce_partial_map=plan.reduce_partial_map,
+        work_meta_data=divided.work_meta_data,
+        work_indptr=divided.work_indptr,
+        work_info_set=divided.work_info_set,
+        reduce_indptr=divided.reduce_indptr,
+        reduce_final_map=divided.reduce_final_map,
+        reduce_partial_map=divided.reduce_partial_map,
         kv_scale=kv_scale,
     )

@@ -4,17 +4,16 @@ the projections of keys and values absorbed.
 It takes heads by 16: rows of zeros are added, and their results dropped.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.latent.latent_walk import unwalkable
+from atomc.kernels.aiter.latent.latent_chosen import chosen_slots, refuse_all_keys
+from atomc.kernels.aiter.latent.latent_walk import unwalkable, visible_keys
 from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.kernels.row_views import as_heads, with_lead
 from atomc.ops.formats import HALVES
-from atomc.ops.op import Refusal
 
 unified_attention_sparse_mla = Function(
     "unified_attention_sparse_mla",
@@ -24,17 +23,11 @@ unified_attention_sparse_mla = Function(
 HEADS = 16
 
 
-def _unchosen(chosen: Tensor | None) -> Refusal | None:
-    if chosen is None:
-        return Refusal("argument", "AITER's kernel for chosen keys, and none are chosen")
-    return None
-
-
 @ops.mla_absorbed_attention.kernel(
     "aiter",
     layout="paged",
     refuses=first_refusal(
-        _unchosen,
+        refuse_all_keys,
         installed(unified_attention_sparse_mla),
         named("q kv_cache", unlike, HALVES),
         unwalkable,
@@ -55,6 +48,7 @@ def mla_absorbed_attention(
     tokens, heads, _ = rows.shape
     out = q.new_zeros((tokens, heads + -heads % HEADS, latent))
     if tokens and seq_lens.shape[0]:
+        of, _ = visible_keys(tokens, query_start, seq_lens)
         unified_attention_sparse_mla(
             F.pad(rows, (0, 0, 0, -heads % HEADS)),
             kv_cache.unsqueeze(2),
@@ -64,18 +58,8 @@ def mla_absorbed_attention(
             seq_lens,
             block_tables.shape[1] * kv_cache.shape[1],
             scale,
-            _slots(by_row, query_start, block_tables, kv_cache.shape[1]),
+            chosen_slots(by_row, of, block_tables, kv_cache.shape[1]),
             block_tables,
             latent,
         )
     return with_lead(out[:, :heads].contiguous(), q)
-
-
-def _slots(chosen: Tensor, query_start: Tensor, block_tables: Tensor, block_size: int) -> Tensor:
-    """The slots of chosen positions [T, K]; -1: none."""
-    row = torch.arange(chosen.shape[0], device=chosen.device)
-    of = torch.searchsorted(query_start[1:], row, right=True).clamp_(max=len(block_tables) - 1)
-    position = chosen.clamp(min=0)
-    blocks = block_tables[of].gather(1, (position // block_size).long())
-    slots = blocks * block_size + position % block_size
-    return torch.where(chosen < 0, -1, slots).to(torch.int32)

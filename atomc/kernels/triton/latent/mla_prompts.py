@@ -81,6 +81,12 @@ def _read_rows(
     tl.store(to, number.to(out_ptr.dtype.element_ty), own[:, None] & (column < WIDTH))
 
 
+def _unexpanded(platform: Platform) -> Refusal | None:
+    if platform.is_rocm:
+        return Refusal("hardware", "AMD GPUs read chosen keys with the projections absorbed")
+    return None
+
+
 def refuse_mla_paged_attention(
     platform: Platform,
     q: Tensor,
@@ -95,7 +101,7 @@ def refuse_mla_paged_attention(
     in_latent_space = q.new_empty((*q.shape[:-1], kv_cache.shape[-1]))
     return (
         unfit(platform, q=q, weight=weight)
-        or (None if chosen is None else refuse_chosen(chosen))
+        or (None if chosen is None else _unexpanded(platform) or refuse_chosen(chosen))
         or absorbed.refuse_mla_absorbed_attention(
             platform, in_latent_space, kv_cache, kv_scale, latent, scale, **sequences
         )
