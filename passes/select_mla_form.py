@@ -13,15 +13,19 @@ products cost what keys and values of one token cost; attention then reads a row
 for all heads, with 2 L + R multiplications a pair of a query and a key, not P + R + V. It runs once
 per range of token counts, because kernels for many tokens may serve mla_paged_attention.
 
-Where the model multiplies rows in fp8 or MXFP4 by kv_b_proj, the first product is such a one, if a
-kernel of bmm_rope_kv_write (passes/fuse/bmm_kv_write.py) serves it:
+Where the model multiplies rows in fp8 or MXFP4 by kv_b_proj, so do these products where a kernel
+serves it: the first one by a kernel of bmm_rope_kv_write (passes/fuse/bmm_kv_write.py), others by
+one of quantized_linear_by_head.
 
     q_nope > quantizer > bmm -+- mla_rope_kv_write
-    kv_b_keys ----------------+
+    kv_b_half, for keys ------+
+    mla_absorbed_attention > quantized_linear_by_head
+    kv_b_half, for values ---+
 """
 
 import operator
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,6 +36,7 @@ from atomc.graph.canonical import value
 from atomc.graph.edit import infer, insert, replace
 from atomc.graph.op_call import arguments_of
 from atomc.ops.mla import BMM_SCHEMES
+from atomc.ops.op import Op
 from atomc.passes.bind_state import fp8_of
 from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.rewrite import Fired
@@ -51,21 +56,6 @@ def select_mla_form(gm: GraphModule, context: Context) -> Outcome:
     return Outcome([_absorbed(node, context) for node in sites])
 
 
-class _Halves(NamedTuple):
-    """The projections of a head: w_uk [H, L, P], w_uv [H, V, L], views of the weight."""
-
-    w_uk: Node
-    w_uv: Node
-
-
-def _halves(before: Node, weight: Node, heads: int, nope: int) -> _Halves:
-    rows, latent = value(weight).shape
-    of_head = insert(before, aten.view.default, weight, [heads, rows // heads, latent])
-    w_uk = insert(before, aten.slice.Tensor, of_head, 1, 0, nope)
-    w_uv = insert(before, aten.slice.Tensor, of_head, 1, nope, rows // heads)
-    return _Halves(insert(before, aten.transpose.int, w_uk, 1, 2), w_uv)
-
-
 def _absorbed(node: Node, context: Context) -> Fired:
     arguments = ops.mla_paged_attention.signature.bind(*node.args, **node.kwargs).arguments
     q, weight, cache = (_node(arguments.pop(name)) for name in ("q", "weight", "kv_cache"))
@@ -73,14 +63,10 @@ def _absorbed(node: Node, context: Context) -> Fired:
     rotated = value(cache).shape[-1] - latent
     nope = value(q).shape[-1] - rotated
     heads = value(q).shape[-2]
+    product = partial(_product, weight=weight, heads=heads, nope=nope, context=context)
     written = _only_writer(q)
-    at = node if written is None else written
-    halves = _halves(at, weight, heads, nope)
     if written is not None:
-        latents = _quantized_product(written, weight, heads, nope, context)
-        if latents is None:
-            latents = insert(written, ops.linear_by_head.overload, _q_nope(written), halves.w_uk)
-        written.args = (latents, *written.args[1:])
+        written.args = (product(written, _q_nope(written), "keys"), *written.args[1:])
         infer(written)
         infer(q)
     else:
@@ -88,12 +74,12 @@ def _absorbed(node: Node, context: Context) -> Fired:
             insert(node, aten.slice.Tensor, q, -1, start, end)
             for start, end in ((0, nope), (nope, nope + rotated))
         ]
-        parts[0] = insert(node, ops.linear_by_head.overload, parts[0], halves.w_uk)
+        parts[0] = product(node, parts[0], "keys")
         q = insert(node, aten.cat.default, parts, -1)
     attended = insert(
         node, ops.mla_absorbed_attention.overload, q, cache, latent=latent, **arguments
     )
-    values = insert(node, ops.linear_by_head.overload, attended, halves.w_uv)
+    values = product(node, attended, "values")
     replace(node, values)
     return Fired("select_mla_form", node, {}, {node}, [attended, values])
 
@@ -110,62 +96,85 @@ def _q_nope(writer: Node) -> Node:
     return _node(writer.args[0])
 
 
-def _quantized_product(
-    writer: Node, weight: Node, heads: int, nope: int, context: Context
-) -> Node | None:
-    """The queries of a write times W_UK, both in the format in which the model multiplies by
-    kv_b_proj; None if no kernel multiplies and writes at once.
+def _product(
+    at: Node, x: Node, part: str, *, weight: Node, heads: int, nope: int, context: Context
+) -> Node:
+    """x times the half of kv_b_proj for keys, [H, L, P], or values, [H, V, L], inserted before
+    `at`, which writes the product of keys or another op.
+    """
+    half = _quantized_half(at, part, weight, heads, nope, context)
+    if half is not None:
+        if at.target is ops.mla_rope_kv_write.overload and _is_served(
+            at, ops.bmm_rope_kv_write, {**arguments_of(at), **half}, context
+        ):
+            return _fusible_product(at, x, half)
+        if _is_served(at, ops.quantized_linear_by_head, {"x": x, **half}, context):
+            return insert(at, ops.quantized_linear_by_head.overload, x, **half)
+    rows, latent = value(weight).shape
+    of_head = insert(at, aten.view.default, weight, [heads, rows // heads, latent])
+    ends = (0, nope) if part == "keys" else (nope, rows // heads)
+    matrices = insert(at, aten.slice.Tensor, of_head, 1, *ends)
+    if part == "keys":
+        matrices = insert(at, aten.transpose.int, matrices, 1, 2)
+    return insert(at, ops.linear_by_head.overload, x, matrices)
+
+
+def _quantized_half(
+    at: Node, part: str, weight: Node, heads: int, nope: int, context: Context
+) -> dict[str, Any] | None:
+    """The arguments of a product by a half of kv_b_proj in the format in which the model multiplies
+    by kv_b_proj; None if there is none.
     """
     if weight.target is not ops.kv_b_weight.overload:
         return None
     stored = arguments_of(weight)
     scheme, codes = stored["activations"], fp8_of(context.platform)
-    assert isinstance(scheme, str)
-    if scheme not in BMM_SCHEMES or (scheme == "mxfp4" and nope % MXFP4_GROUP):
+    columns = nope if part == "keys" else value(weight).shape[1]
+    if scheme not in BMM_SCHEMES or (scheme == "mxfp4" and columns % MXFP4_GROUP):
         return None
-    if _is_off("bmm_rope_kv_write", writer, context):
+    if _is_off("bmm_rope_kv_write", at, context):
         return None
-    keys = insert(
-        writer,
-        ops.kv_b_keys.overload,
+    half = insert(
+        at,
+        ops.kv_b_half.overload,
         *(stored[name] for name in ("weight", "weight_scale", "zeros")),
         **{name: stored[name] for name in ("scheme", "group")},
         heads=heads,
         nope=nope,
+        part=part,
         product=scheme,
         codes=codes,
     )
-    w_uk, scale = (insert(writer, operator.getitem, keys, i) for i in (0, 1))
-    if not _is_served(writer, w_uk, scale, scheme, codes, context):
-        for node in (scale, w_uk, keys):
-            node.graph.erase_node(node)
-        return None
-    q_nope = _q_nope(writer)
-    if scheme == "fp8":
-        quantized = insert(writer, ops.quant_fp8_group.overload, q_nope, dtype=codes)
+    matrices, scale = (insert(at, operator.getitem, half, i) for i in (0, 1))
+    return {"weight": matrices, "weight_scale": scale, "scheme": scheme, "dtype": codes}
+
+
+def _fusible_product(at: Node, x: Node, half: dict[str, Any]) -> Node:
+    """The product as passes/fuse/bmm_kv_write.py matches it."""
+    if half["scheme"] == "fp8":
+        quantized = insert(at, ops.quant_fp8_group.overload, x, dtype=half["dtype"])
         bmm = ops.scaled_bmm_fp8.overload
     else:
-        quantized = insert(writer, ops.quant_mxfp4.overload, q_nope)
+        quantized = insert(at, ops.quant_mxfp4.overload, x)
         bmm = ops.bmm_mxfp4.overload
-    q, q_scale = (insert(writer, operator.getitem, quantized, i) for i in (0, 1))
-    return insert(writer, bmm, q, w_uk, q_scale, scale, out_dtype=value(q_nope).dtype)
+    codes, scale = (insert(at, operator.getitem, quantized, i) for i in (0, 1))
+    return insert(
+        at, bmm, codes, half["weight"], scale, half["weight_scale"], out_dtype=value(x).dtype
+    )
 
 
 def _is_off(name: str, node: Node, context: Context) -> bool:
     return context.options.passes.get(name) is False or context.off_here(name, node) is not None
 
 
-def _is_served(
-    writer: Node, w_uk: Node, scale: Node, scheme: str, codes: torch.dtype, context: Context
-) -> bool:
-    """Whether a kernel multiplies in this scheme and writes at once. One that waits for the device
-    is for correctness alone.
+def _is_served(at: Node, op: Op, arguments: dict[str, Any], context: Context) -> bool:
+    """Whether a kernel serves this op with these arguments. One that waits for the device is for
+    correctness alone.
     """
     assert context.first is not None
-    arguments = {**arguments_of(writer), "weight": w_uk, "weight_scale": scale}
-    fused = insert(writer, ops.bmm_rope_kv_write.overload, **arguments, scheme=scheme, dtype=codes)
-    kernel = context.first(fused)
-    writer.graph.erase_node(fused)
+    node = insert(at, op.overload, **arguments)
+    kernel = context.first(node)
+    node.graph.erase_node(node)
     return kernel is not None and not kernel.syncs
 
 

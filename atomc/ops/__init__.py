@@ -15,7 +15,7 @@ from atomc.ops.dispatch import combine_tokens, dispatch_tokens
 from atomc.ops.expert_load import count_experts
 from atomc.ops.experts import moe_experts
 from atomc.ops.indexer import chosen_mask, index_topk, index_write, indexer_state, paged_index_topk
-from atomc.ops.kv_b_weight import kv_b_keys, kv_b_weight
+from atomc.ops.kv_b_weight import kv_b_half, kv_b_weight
 from atomc.ops.linear import embedding, linear, linear_fp32
 from atomc.ops.linear_gated import linear_gated
 from atomc.ops.lora import lora_linear
@@ -26,6 +26,7 @@ from atomc.ops.mla import (
     linear_split_cat,
     mla_kv_write,
     mla_rope_kv_write,
+    quantized_linear_by_head,
     scaled_bmm_fp8,
 )
 from atomc.ops.mla_attention import (
@@ -113,7 +114,7 @@ __all__ = [
     "index_topk",
     "index_write",
     "indexer_state",
-    "kv_b_keys",
+    "kv_b_half",
     "kv_b_weight",
     "kv_state",
     "kv_write",
@@ -149,6 +150,7 @@ __all__ = [
     "quant_fp8_static",
     "quant_int8_per_token",
     "quant_mxfp4",
+    "quantized_linear_by_head",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",

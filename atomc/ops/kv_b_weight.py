@@ -71,23 +71,25 @@ def kv_b_weight(
     return _values(weight, weight_scale, zeros, scheme, group).to(dtype or weight_scale.dtype)
 
 
-def _keys_shape(
-    weight: Tensor, scheme: str, heads: int, nope: int, product: str, codes: torch.dtype
+def _half_shape(
+    weight: Tensor, scheme: str, heads: int, nope: int, part: str, product: str, codes: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    lead = heads, weight.shape[1] * STORED[scheme]
+    latent = weight.shape[1] * STORED[scheme]
+    values = weight.shape[0] // heads - nope
+    rows, columns = (latent, nope) if part == "keys" else (values, latent)
     if product == "mxfp4":
         return (
-            weight.new_empty((*lead, nope // 2), dtype=torch.uint8),
-            weight.new_empty((*lead, nope // 32), dtype=torch.uint8),
+            weight.new_empty((heads, rows, columns // 2), dtype=torch.uint8),
+            weight.new_empty((heads, rows, columns // 32), dtype=torch.uint8),
         )
     return (
-        weight.new_empty((*lead, nope), dtype=codes),
+        weight.new_empty((heads, rows, columns), dtype=codes),
         weight.new_empty(1, dtype=torch.float32),
     )
 
 
-@op(kind=Kind.WEIGHT, rows=None, cost=_once, shape=_keys_shape)
-def kv_b_keys(
+@op(kind=Kind.WEIGHT, rows=None, cost=_once, shape=_half_shape)
+def kv_b_half(
     weight: Tensor,
     weight_scale: Tensor,
     zeros: Tensor | None = None,
@@ -96,24 +98,29 @@ def kv_b_keys(
     group: int,
     heads: int,
     nope: int,
+    part: str,
     product: str,
     codes: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The rows of kv_b_proj that compute keys, quantized again along P columns, as weights of the
-    product per head that maps queries to the latent space (atomc.ops.mla).
+    """The rows of kv_b_proj that compute keys or values, quantized again, as weights of a product
+    per head (atomc.ops.mla). For keys along P columns, transposed: it maps queries to the latent
+    space; for values along L columns: it maps results of attention from there.
 
-    product  "fp8": [H, L, P] of dtype `codes`, and one scale, [1] fp32, as scaled_bmm_fp8 takes it;
-             "mxfp4": uint8 [H, L, P / 2] and [H, L, P / 32], as bmm_mxfp4 does
+    part     "keys", H matrices [L, P], or "values", [V, L]
+    product  "fp8": codes of dtype `codes`, and one scale, [1] fp32, as scaled_bmm_fp8 takes it;
+             "mxfp4": uint8, two codes per byte, and a scale for 32 columns, as bmm_mxfp4 does
     scheme, group  as in kv_b_weight
-    nope           P, for "mxfp4" a multiple of 32
-    Raises ValueError for another scheme or product.
+    nope           P. For "mxfp4" the columns are a multiple of 32
+    Raises ValueError for another scheme, part or product.
     """
     if product not in BMM_SCHEMES:
-        raise ValueError(f"kv_b_keys: product {product!r} is not one of {BMM_SCHEMES}")
+        raise ValueError(f"kv_b_half: product {product!r} is not one of {BMM_SCHEMES}")
+    if part not in ("keys", "values"):
+        raise ValueError(f"kv_b_half: part {part!r} is not one of ('keys', 'values')")
     values = _values(weight, weight_scale, zeros, scheme, group)
     of_head = values.view(heads, weight.shape[0] // heads, values.shape[1])
-    keys = of_head[:, :nope].mT.contiguous()
+    half = (of_head[:, :nope].mT if part == "keys" else of_head[:, nope:]).contiguous()
     if product == "mxfp4":
-        return quant_mxfp4.reference(keys)
-    scale = (keys.abs().max().clamp(min=AMAX_FLOOR) / torch.finfo(codes).max).reshape(1)
-    return rounded_fp8(keys * (1.0 / scale), codes), scale
+        return quant_mxfp4.reference(half)
+    scale = (half.abs().max().clamp(min=AMAX_FLOOR) / torch.finfo(codes).max).reshape(1)
+    return rounded_fp8(half * (1.0 / scale), codes), scale

@@ -164,6 +164,33 @@ def _head_products(x: Tensor, weight: Tensor) -> Tensor:
     return (x.unsqueeze(-2) @ weight.transpose(-1, -2)).squeeze(-2)
 
 
+@op(kind=Kind.BMM, rows=None, cost=_linear_by_head_cost)
+def quantized_linear_by_head(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    *,
+    scheme: str,
+    group: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    rounding: str = "even",
+) -> Tensor:
+    """linear_by_head in x.dtype, of x that is quantized. x [..., H, P] -> [..., H, L].
+
+    weight and weight_scale as in scaled_bmm_fp8 (scheme "fp8"; group and dtype of its quantizer) or
+    bmm_mxfp4 ("mxfp4"; rounding of its quantizer). Raises ValueError for another scheme.
+    """
+    if scheme == "fp8":
+        codes, scales = quant_fp8_group.reference(x, group, False, dtype)
+        return scaled_bmm_fp8.reference(
+            codes, weight, scales, weight_scale, out_dtype=x.dtype, group=group
+        )
+    if scheme == "mxfp4":
+        codes, scales = quant_mxfp4.reference(x, rounding)
+        return bmm_mxfp4.reference(codes, weight, scales, weight_scale, out_dtype=x.dtype)
+    raise ValueError(f"quantized_linear_by_head: scheme {scheme!r} is not one of {BMM_SCHEMES}")
+
+
 def _product_and_write(call: OpCall) -> Work:
     """The product of queries and weights of each head, and a write to the state."""
     moved, _ = state_write(call)
@@ -199,20 +226,12 @@ def bmm_rope_kv_write(
     """mla_rope_kv_write with queries that are quantized and multiplied by `weight`, which projects
     them to the latent space, in q_nope.dtype (the absorbed W^UK of DeepSeek-V2, section 2.1.2).
 
-    q_nope [..., H, P]; weight and weight_scale as in scaled_bmm_fp8 (scheme "fp8"; group and dtype
-    of its quantizer) or bmm_mxfp4 ("mxfp4"; rounding of its quantizer). Other arguments and results
-    as in mla_rope_kv_write. Raises ValueError for another scheme.
+    q_nope [..., H, P]; weight, weight_scale, scheme, group, dtype and rounding as in
+    quantized_linear_by_head. Other arguments and results as in mla_rope_kv_write.
     """
-    if scheme == "fp8":
-        codes, scales = quant_fp8_group.reference(q_nope, group, False, dtype)
-        latent = scaled_bmm_fp8.reference(
-            codes, weight, scales, weight_scale, out_dtype=q_nope.dtype, group=group
-        )
-    elif scheme == "mxfp4":
-        codes, scales = quant_mxfp4.reference(q_nope, rounding)
-        latent = bmm_mxfp4.reference(codes, weight, scales, weight_scale, out_dtype=q_nope.dtype)
-    else:
-        raise ValueError(f"bmm_rope_kv_write: scheme {scheme!r} is not one of {BMM_SCHEMES}")
+    latent = quantized_linear_by_head.reference(
+        q_nope, weight, weight_scale, scheme=scheme, group=group, dtype=dtype, rounding=rounding
+    )
     written = mla_rope_kv_write.reference(
         latent, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style
     )

@@ -165,24 +165,21 @@ def _stored_weight(scheme: str, n: RandomInputs) -> Arguments:
     return _stored(scheme, n) | {"dtype": n.dtype}
 
 
-def _stored_keys(scheme: str, n: RandomInputs) -> Arguments:
-    shape: Arguments = {"group": 128, "heads": N, "nope": P}
+def _stored_half(scheme: str, n: RandomInputs) -> Arguments:
+    shape: Arguments = {"group": 128, "heads": N, "nope": P, "part": "keys"}
     return _stored(scheme, n) | shape | {"product": scheme, "codes": torch.float8_e4m3fn}
 
 
-def _head_write_inputs(scheme: str, n: RandomInputs) -> Arguments:
+def _half_multiplied(scheme: str, n: RandomInputs) -> Arguments:
     weights = _head_linear_inputs(scheme, n)
-    return (
-        _latent(n)
-        | n.angles(R)
-        | {
-            "q_nope": n(n.T, N, P),
-            "q_pe": n(n.T, N, R),
-            "weight": weights["weight"],
-            "weight_scale": weights["weight_scale"],
-            "scheme": scheme,
-        }
-    )
+    parameters = {name: weights[name] for name in ("weight", "weight_scale")}
+    return {"x": n(n.T, N, P), **parameters, "scheme": scheme}
+
+
+def _head_write_inputs(scheme: str, n: RandomInputs) -> Arguments:
+    arguments = _half_multiplied(scheme, n)
+    q_nope = arguments.pop("x")
+    return _latent(n) | n.angles(R) | arguments | {"q_nope": q_nope, "q_pe": n(n.T, N, R)}
 
 
 def _convolved(n: RandomInputs) -> Arguments:
@@ -261,8 +258,11 @@ SEQUENCE_EXAMPLES: Examples = {
     ops.chosen_mask: {"": lambda n: {"chosen": n.below(n.T, n.T, CHOSEN, dtype=torch.int32)}},
     ops.mla_paged_attention: {"": _latent_projected},
     ops.kv_b_weight: {scheme: partial(_stored_weight, scheme) for scheme in ("fp8", "mxfp4")},
-    ops.kv_b_keys: {scheme: partial(_stored_keys, scheme) for scheme in ("fp8", "mxfp4")},
+    ops.kv_b_half: {scheme: partial(_stored_half, scheme) for scheme in ("fp8", "mxfp4")},
     ops.linear_by_head: {"": lambda n: {"x": n(n.T, N, P), "weight": n(N, L, P)}},
+    ops.quantized_linear_by_head: {
+        scheme: partial(_half_multiplied, scheme) for scheme in ("fp8", "mxfp4")
+    },
     ops.mla_kv_write: {"": _latent},
     ops.mla_rope_kv_write: {"": _latent_queries},
     ops.scaled_bmm_fp8: {"": partial(_head_linear_inputs, "fp8")},

@@ -89,7 +89,7 @@ NO_GRADIENTS = (
     "mla_kv_write",
     "bmm_mxfp4",
     "count_experts",
-    "kv_b_keys",
+    "kv_b_half",
     "index_topk",
     "index_write",
     "paged_index_topk",

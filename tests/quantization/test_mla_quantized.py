@@ -180,18 +180,17 @@ def test_logits_are_those_of_the_dequantized_weight(scheme: str, chunks: tuple[i
 
 
 @contextmanager
-def multiplying_and_writing() -> Iterator[None]:
-    """A kernel of the fused product and write that waits for no device, for one test."""
+def kernel_of(op: Any, **how: Any) -> Iterator[None]:
+    """A kernel of this op that waits for no device, for one test."""
 
-    def kernel(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return ops.bmm_rope_kv_write.reference(*args, **kwargs)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return op.reference(*args, **kwargs)
 
-    ops.bmm_rope_kv_write.kernel("fused", layout="paged")(kernel)
+    op.kernel("fused", **how)(kernel)
     try:
         yield
     finally:
-        kernels = ops.bmm_rope_kv_write.kernels
-        kernels[:] = [each for each in kernels if each.function is not kernel]
+        op.kernels[:] = [each for each in op.kernels if each.provider != "fused"]
 
 
 # Decibels of the logits: the error of the product of queries, and the weight quantized again.
@@ -204,18 +203,23 @@ def multiplying_and_writing() -> Iterator[None]:
         ("mxfp4", 10),
     ],
 )
-def test_with_a_kernel_the_first_product_is_in_the_format_of_the_models_activations(
-    scheme: str, least: float
+@pytest.mark.parametrize("written", [True, False], ids=["first", "last"])
+def test_with_a_kernel_a_product_is_in_the_format_of_the_models_activations(
+    scheme: str, least: float, written: bool
 ) -> None:
     model = model_of(scheme, 2, ignore=REST)
-    with multiplying_and_writing():
+    write = kernel_of(ops.bmm_rope_kv_write, layout="paged")
+    with write if written else kernel_of(ops.quantized_linear_by_head):
         program = compile_model(model, UNCACHED, owned=True)
-        assert program.report.matches["bmm_rope_kv_write"] == 2
-        assert program.report.matches[f"bmm_rope_kv_write[{PRODUCTS[scheme]}]"] == 2
+        assert program.report.matches["bmm_rope_kv_write"] == 2 * written
+        assert program.report.matches[f"bmm_rope_kv_write[{PRODUCTS[scheme]}]"] == 2 * written
+        # In a step without prompts: that of queries, too, unless it is a part of the write.
+        products = {found["quantized_linear_by_head"] for found in counts(program).values()}
+        assert max(products) == (0 if written else 4)
         found = paged_logits(program, IDS, (25, 14, 1))
     with torch.no_grad():
         expected = dequantized(model_of(scheme, 2, ignore=REST))(IDS, torch.arange(40))
-    assert least < sqnr(expected, found) < 60
+    assert least - (0 if written else 3) < sqnr(expected, found) < 60  # of one product, or of both
 
 
 @pytest.mark.rotating
@@ -281,6 +285,10 @@ def test_on_a_gpu_each_layer_multiplies_queries_in_eight_or_four_bits_and_writes
     program = compile_model(model, UNCACHED, platform=Platform.named(platform), owned=True)
     report, of_range = program.report, counts(program)
     fused = layers if scheme in PRODUCTS else 0
+    # AITER has a product of values, on gfx942 in fp8 alone.
+    by_aiter = 0 if platform == "h200" else fused
+    if platform == "gfx942" and PRODUCTS.get(scheme) == "mxfp4":
+        by_aiter = 0
     # Counted once, whatever the number of ranges.
     assert report.matches["bmm_rope_kv_write"] == fused
     assert report.matches[f"bmm_rope_kv_write[{PRODUCTS.get(scheme)}]"] == fused
@@ -291,7 +299,8 @@ def test_on_a_gpu_each_layer_multiplies_queries_in_eight_or_four_bits_and_writes
         few = tokens != "257 and more"
         assert found["bmm_rope_kv_write"] == fused * few
         assert found["mla_rope_kv_write"] == layers - fused * few
-        assert found["linear_by_head"] == (2 * layers - fused) * few
+        assert found["quantized_linear_by_head"] == by_aiter * few
+        assert found["linear_by_head"] == (2 * layers - fused - by_aiter) * few
         assert found["mla_absorbed_attention"] == layers * few
         assert found["mla_paged_attention"] == layers * (not few)
         assert not {"scaled_bmm_fp8", "bmm_mxfp4", "rope"} & set(found)
@@ -341,7 +350,7 @@ def test_the_runtime_holds_kv_b_proj_in_the_forms_that_attention_reads_and_frees
     stored = [
         layer.weight.nbytes for layer in model.modules() if isinstance(layer, QuantizedLinear)
     ]
-    with multiplying_and_writing():
+    with kernel_of(ops.bmm_rope_kv_write, layout="paged"):
         program = compile_model(model, UNCACHED | {"providers": ("fused", "torch")}, owned=True)
     dense = 4 * H * (P + V) * L
     keys = {"fp8_block": H * L * P + 4, "mxfp4": H * L * (P // 2 + P // 32)}[scheme]

@@ -14,6 +14,7 @@ MODULES = (
     "experts.experts_blocks",
     "experts.experts_mxfp4_triton",
     "experts.experts_triton",
+    "latent.head_product",
     "latent.indexer",
     "rows.kv_write",
     "latent.latent_attention",

@@ -15,10 +15,10 @@ def dequantized(
     return Prepared((weights,))
 
 
-def keys(
+def half(
     weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, **attributes: Attribute
 ) -> Prepared:
-    parts: tuple[Tensor, Tensor] = ops.kv_b_keys.overload(weight, weight_scale, zeros, **attributes)
+    parts: tuple[Tensor, Tensor] = ops.kv_b_half.overload(weight, weight_scale, zeros, **attributes)
     return Prepared(tuple(parts))
 
 
@@ -29,10 +29,10 @@ def kv_b_weight(weight: tuple[Tensor]) -> Tensor:
     return weight[0]
 
 
-@ops.kv_b_keys.kernel(
+@ops.kv_b_half.kernel(
     "torch",
-    prepare={STORED: keys},
-    attributes=("scheme", "group", "heads", "nope", "product", "codes"),
+    prepare={STORED: half},
+    attributes=("scheme", "group", "heads", "nope", "part", "product", "codes"),
 )
-def kv_b_keys(weight: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def kv_b_half(weight: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return weight

@@ -36,7 +36,7 @@ from kernel_cases.lora import LORA_LINEAR
 from kernel_cases.mla import (
     BMM_MXFP4,
     BMM_ROPE_KV_WRITE,
-    KV_B_KEYS,
+    KV_B_HALF,
     KV_B_WEIGHT,
     LINEAR_BY_HEAD,
     LINEAR_SPLIT_CAT,
@@ -45,6 +45,7 @@ from kernel_cases.mla import (
     MLA_KV_WRITE,
     MLA_PAGED_ATTENTION,
     MLA_ROPE_KV_WRITE,
+    QUANTIZED_LINEAR_BY_HEAD,
     SCALED_BMM_FP8,
 )
 from kernel_cases.quant import (
@@ -163,7 +164,7 @@ CASES: dict[str, Cases] = {
     "varlen_attention": VARLEN_ATTENTION,
     "mla_absorbed_attention": MLA_ABSORBED_ATTENTION,
     "kv_b_weight": KV_B_WEIGHT,
-    "kv_b_keys": KV_B_KEYS,
+    "kv_b_half": KV_B_HALF,
     "linear_by_head": LINEAR_BY_HEAD,
     "mla_attention": MLA_ATTENTION,
     "chosen_mask": CHOSEN_MASK,
@@ -175,6 +176,7 @@ CASES: dict[str, Cases] = {
     "mla_paged_attention": MLA_PAGED_ATTENTION,
     "mla_kv_write": MLA_KV_WRITE,
     "mla_rope_kv_write": MLA_ROPE_KV_WRITE,
+    "quantized_linear_by_head": QUANTIZED_LINEAR_BY_HEAD,
     "scaled_bmm_fp8": SCALED_BMM_FP8,
     "bmm_mxfp4": BMM_MXFP4,
     "bmm_rope_kv_write": BMM_ROPE_KV_WRITE,

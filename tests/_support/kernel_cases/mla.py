@@ -156,6 +156,39 @@ def multiplied_and_written(
     return arguments | ({"dtype": dtype} if scheme == "fp8" else {})
 
 
+def half_multiplied(
+    draw: Draw,
+    scheme: str = "fp8",
+    *batch: int,
+    tokens: int = 7,
+    heads: int = 3,
+    nope: int = 64,
+    latent: int = 40,
+    dtype: torch.dtype = E4M3,
+    **attributes: Any,
+) -> dict[str, Any]:
+    operands = bmm_operands(draw, scheme, heads, latent, nope, dtype)
+    operands |= {"x": draw.normal(*batch, tokens, heads, nope), "scheme": scheme, **attributes}
+    return operands | ({"dtype": dtype} if scheme == "fp8" else {})
+
+
+QUANTIZED_LINEAR_BY_HEAD: Cases = {
+    f"{scheme}, {name}": partial(half_multiplied, scheme=scheme, **how)
+    for scheme in ("fp8", "mxfp4")
+    for name, how in {
+        "several tokens": dict[str, Any](),
+        "one token": dict(tokens=1),
+        "no tokens": dict(tokens=0),
+        "two groups": dict(nope=192, tokens=33),
+    }.items()
+} | {
+    "fp8, batch": lambda draw: half_multiplied(draw, "fp8", 2),
+    "mxfp4, batch": lambda draw: half_multiplied(draw, "mxfp4", 2),
+    "mxfp4, rounded up": partial(half_multiplied, scheme="mxfp4", rounding="up"),
+    "groups of 32": partial(half_multiplied, group=32),
+    "e4m3fnuz": partial(half_multiplied, dtype=E4M3FNUZ),
+}
+
 LINEAR_BY_HEAD: Cases = {
     "several tokens": lambda draw: {"x": draw.normal(7, 3, 64), "weight": draw.normal(3, 40, 64)},
     "no tokens": lambda draw: {"x": draw.normal(0, 3, 64), "weight": draw.normal(3, 40, 64)},
@@ -417,14 +450,17 @@ def kv_b_weight(draw: Draw, name: str) -> dict[str, Any]:
     return made if name.startswith("int4") else made | {"dtype": draw.dtype}
 
 
-def kv_b_keys(draw: Draw, name: str, product: str, codes: torch.dtype = E4M3) -> dict[str, Any]:
-    shape = {"heads": HEADS, "nope": NOPE, "product": product, "codes": codes}
+def kv_b_half(
+    draw: Draw, name: str, product: str, part: str = "keys", codes: torch.dtype = E4M3
+) -> dict[str, Any]:
+    shape = {"heads": HEADS, "nope": NOPE, "part": part, "product": product, "codes": codes}
     return stored(draw, name) | shape
 
 
 KV_B_WEIGHT: Cases = {name: partial(kv_b_weight, name=name) for name in STORED}
-KV_B_KEYS: Cases = {
-    f"{name} as {product}": partial(kv_b_keys, name=name, product=product)
+KV_B_HALF: Cases = {
+    f"{part}, {name} as {product}": partial(kv_b_half, name=name, product=product, part=part)
+    for part in ("keys", "values")
     for name, product in (
         ("fp8", "fp8"),
         ("fp8_block", "fp8"),
@@ -432,4 +468,4 @@ KV_B_KEYS: Cases = {
         ("mxfp4", "mxfp4"),
         ("mxfp4", "fp8"),
     )
-} | {"fp8 as fnuz": partial(kv_b_keys, name="fp8", product="fp8", codes=E4M3FNUZ)}
+} | {"fp8 as fnuz": partial(kv_b_half, name="fp8", product="fp8", codes=E4M3FNUZ)}

@@ -19,6 +19,7 @@ from kernel_cases.draw import Cases, Draw
 from kernel_cases.indexer import index_written, ranked_codes
 from kernel_cases.linear import linear
 from kernel_cases.mla import (
+    half_multiplied,
     latent_attended,
     latent_of_chosen,
     latent_paged,
@@ -50,6 +51,7 @@ KERNELS = {
     if kernel.provider == "aiter"
 }
 PLAINLY_NAMED = (
+    "head_product",
     "linear_shuffled_split_cat",
     "linear_shuffled_split_cat_mxfp4",
     "linear_split_cat",
@@ -73,8 +75,6 @@ PARTLY_COMPILED = {
     "shuffled_attention.paged_attention",
     "shuffled_attention_gluon.paged_attention",
 }
-# Their Triton code has no other kernel of ours: it is interpreted, with stand-ins for the rest.
-WITH_STAND_INS = ("mla_unfused.bmm_rope_kv_write",)
 
 
 def tables_in_bf16(draw: Draw, **rest: Any) -> dict[str, Any]:
@@ -186,6 +186,13 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
                 for scheme in ("fp8", "mxfp4")
                 for nope in (128, 256)
             },
+        },
+        "quantized_linear_by_head": {
+            f"{scheme}, native, {inner} inputs": partial(
+                half_multiplied, scheme=scheme, nope=inner, latent=128, dtype=fp8
+            )
+            for scheme in ("fp8", "mxfp4")
+            for inner in (128, 512)
         },
         "linear_split_cat": {
             "fp8_block, native": partial(

@@ -18,7 +18,6 @@ from kernel_cases.mla import (
     latent_projected,
     latent_rope_written,
     latent_written,
-    multiplied_and_written,
     split_and_joined,
 )
 
@@ -39,7 +38,8 @@ ROPE_KV_WRITE = "latent_cache.mla_rope_kv_write"
 LATENT = [
     name
     for name, kernel in KERNELS.items()
-    if kernel.op.startswith(("mla", "bmm_rope")) or kernel.op == "linear_split_cat"
+    if kernel.op.startswith(("mla", "bmm_rope"))
+    or kernel.op in ("linear_split_cat", "quantized_linear_by_head")
 ]
 
 
@@ -179,15 +179,6 @@ def test_tables_with_two_angles_a_pair_are_refused() -> None:
     given = latent_rope_written(DRAW, heads=4, rope_style="neox", **WIDTHS)
     assert refused(ROPE_KV_WRITE, given) == Refusal(
         "argument", "the tables have two angles a pair, AITER's kernel reads one"
-    )
-
-
-def test_products_that_do_not_lead_to_the_latent_space_are_refused() -> None:
-    given = multiplied_and_written(DRAW, heads=4, **WIDTHS)
-    assert refused("mla_unfused.bmm_rope_kv_write", given) is None
-    given["weight"] = given["weight"][:, :256]
-    assert refused("mla_unfused.bmm_rope_kv_write", given) == Refusal(
-        "shape", "the weight does not lead to the latent space"
     )
 
 

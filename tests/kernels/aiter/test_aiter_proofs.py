@@ -15,7 +15,6 @@ from aiter_cases import (
     COMPILED,
     IN_TRITON,
     PARTLY_COMPILED,
-    WITH_STAND_INS,
     Stage,
     is_todays,
     source,
@@ -74,7 +73,7 @@ def test_todays_aiter_has_every_function_that_we_call(faker: Stage) -> None:
 
 @pytest.mark.rotating(each_case=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", [*IN_TRITON, *WITH_STAND_INS])
+@pytest.mark.parametrize("name", IN_TRITON)
 def test_in_the_interpreter_a_kernel_computes_what_its_op_means(
     name: str, dtype: str, interpreter: Stage, arch: str
 ) -> None:

@@ -20,6 +20,7 @@ from kernel_cases.draw import EPS, Draw, cache_scales
 from kernel_cases.experts import fp8, fp8_block, int4, mxfp4, route
 from kernel_cases.indexer import index_written, ranked_codes
 from kernel_cases.mla import (
+    half_multiplied,
     latent_attended,
     latent_paged,
     latent_rope_written,
@@ -464,8 +465,8 @@ CASES: dict[str, tuple[str, Make]] = {
         partial(latent_rope_written, latent=64, nope=32),
     ),
     "product by head, groups of 48": (
-        "mla_unfused.bmm_rope_kv_write",
-        lambda draw: multiplied_and_written(draw, **LATENT) | {"group": 48},
+        "head_product.quantized_linear_by_head",
+        partial(half_multiplied, group=48),
     ),
     "product by head in Triton, groups of 48": (
         "mla.bmm_rope_kv_write",

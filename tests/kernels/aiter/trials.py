@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import stand_ins
 import torch
-from aiter_cases import ANSWER, KERNELS, WITH_STAND_INS, cases, is_todays, prepared
+from aiter_cases import ANSWER, KERNELS, cases, is_todays, prepared
 from compare import compare
 from kernel_cases.draw import Draw
 from memory import PoisonedMemory
@@ -51,8 +50,6 @@ def answer(mode: str, arch: str, compiled: list[str], request: dict[str, Any]) -
         return whole_model(arch, request["model"], "cuda" if mode == "cuda" else "cpu")
     kernel, dtype = KERNELS[request["kernel"]], getattr(torch, request["dtype"])
     here = replace(Platform.named(arch), here=True)
-    if request["kernel"] in WITH_STAND_INS:
-        play_what_is_compiled(arch)
     outcomes: dict[str, str] = {}
     for name, make in cases(kernel, arch).items():
         passed = sum(outcome.startswith("passed") for outcome in outcomes.values())
@@ -78,14 +75,6 @@ def answer(mode: str, arch: str, compiled: list[str], request: dict[str, Any]) -
         except Exception:
             outcomes[name] = f"failed: {traceback.format_exc()}"
     return outcomes
-
-
-def play_what_is_compiled(arch: str) -> None:
-    """Put stand-ins in the place of compiled functions."""
-    stand_ins.ARCH.set(arch)
-    for function in library.FUNCTIONS:
-        if "triton" not in function.modules[0]:
-            function.found = stand_ins.of(function)
 
 
 def objects(kernel: Kernel, arguments: Make, compiled: list[str]) -> list[str]:

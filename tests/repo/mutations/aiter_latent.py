@@ -6,7 +6,7 @@ from mutations.aiter_rows import bug, values
 WRITE = values("latent_cache.mla_kv_write")
 ROPE_WRITE = values("latent_cache.mla_rope_kv_write")
 UNFUSED = values("mla_unfused.mla_rope_kv_write")
-PRODUCT = values("mla_unfused.bmm_rope_kv_write")
+PRODUCT = values("head_product.quantized_linear_by_head")
 ASSEMBLY = values("latent_attention.mla_absorbed_attention")
 CHOSEN = values("latent_chosen.mla_absorbed_attention")
 TRITON = values("latent_attention_triton.mla_absorbed_attention")
@@ -71,16 +71,11 @@ BUGS: list[Bug] = [
         "write_tokens(rows.kv_c, rows.k_pe,",
         UNFUSED,
     ),
+    bug("latent/head_product", "            transpose_bm_in=True,\n", "", PRODUCT),
     bug(
-        "latent/mla_unfused",
-        "transpose_bm=True, transpose_bm_in=True",
-        "transpose_bm=True",
-        PRODUCT,
-    ),
-    bug(
-        "latent/mla_unfused",
-        "x, weight, weight_scale, group,",
-        "x, weight, weight_scale, 64,",
+        "latent/head_product",
+        "            group,\n            dtype=x.dtype,",
+        "            64,\n            dtype=x.dtype,",
         PRODUCT,
     ),
     # attention in assembly

@@ -146,7 +146,7 @@ atomc/loading/load_plan.py | models/test_mtp_qwen.py -k 'without_the_draft_layer
 atomc/loading/loader.py | models/test_delta_net_models.py -k 'with_images' | _model_names
 atomc/ops/dispatch.py | kernels/moe/test_dispatch.py
 atomc/ops/indexer.py | passes/test_indexer.py -k 'largest_scores' | _chosen
-atomc/ops/kv_b_weight.py | quantization/test_mla_quantized.py -k 'with_a_kernel and fp8-25' | kv_b_keys
+atomc/ops/kv_b_weight.py | quantization/test_mla_quantized.py -k 'with_a_kernel and fp8-25' | kv_b_half
 atomc/ops/linear.py | ops/test_ops.py -k 'formulas or linear_fp32' | linear_fp32
 atomc/ops/op_cost.py | planning/test_plan_collectives.py planning/test_plan_experts.py | experts sent_to_gather sent_to_sum
 atomc/ops/scaled_linear.py | quantization/test_quant_nvfp4.py -k 'merged'
@@ -206,7 +206,7 @@ models/qwen3_vl_vision.py | models/test_vision_models.py -k 'embeddings_and_logi
 models/vision_language.py | models/test_vision_models.py -k 'embeddings_and_logits and ours and qwen3_vl' | TextModel.forward
 models/vision_language.py | runtime/test_mtp_images.py -k 'reads_the_embeddings' | ImageDraftModel.forward
 models/vision_patches.py | models/test_vision_models.py -k 'bit_for_bit or computed_once' | _frame _neighbours patch_inputs
-passes/select_mla_form.py | passes/test_mla_attention.py | _halves
+passes/select_mla_form.py | passes/test_mla_attention.py | _product
 passes/bind_state.py | models/test_shared_keys.py | _kept bind_state
 passes/reinplace_calls.py | passes/test_reinplace_calls.py
 passes/expert_load.py | runtime/ranks/test_ranks_models.py -k 'counts and fp8' | _choices

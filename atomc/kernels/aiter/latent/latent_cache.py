@@ -13,7 +13,6 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.latent.latent_rows import (
-    LatentRows,
     Operands,
     latent_rows,
     outside_of_latents,
@@ -137,35 +136,6 @@ def mla_kv_write(
     return kv_c.new_empty((0,))
 
 
-def unwritable_queries(
-    platform: Platform, rows: LatentRows, kv_cache: Tensor, slots: Tensor, scale: Tensor | None
-) -> Refusal | None:
-    """Why `write_queries` does not serve these, with q_nope of any width."""
-    q_nope, q_pe, kv_c, k_pe, cos, sin, style = rows
-    return (
-        unfit(platform, fused_qk_rope_concat_and_cache_mla)
-        or unsupported("AITER's write, which does not saturate rotated codes,", scale=scale)
-        or unlike(
-            HALVES,
-            q_nope=q_nope,
-            q_pe=q_pe,
-            kv_c=kv_c,
-            k_pe=k_pe,
-            cos=cos,
-            sin=sin,
-            kv_cache=kv_cache,
-        )
-        or moving(style)
-        or _other_widths(kv_c.shape[-1], q_pe.shape[-1], q_pe.shape[-2])
-        or partly_rotated(q_pe.shape[-1], cos, style)
-        or _two_angles(style)
-        or not_by_token(q_pe, cos, sin)
-        or strided(q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
-        or _off_vectors(kv_c=kv_c)
-        or scattered_slots(slots)
-    )
-
-
 def _other_widths(latent: int, rotated: int, heads: int) -> Refusal | None:
     if (latent, rotated) == (LATENT, ROTATED) and latent * heads >= LEAST:
         return None
@@ -182,9 +152,47 @@ def _two_angles(rope_style: str) -> Refusal | None:
     return Refusal("argument", "the tables have two angles a pair, AITER's kernel reads one")
 
 
-def write_queries(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """mla_rope_kv_write of these rows, whose q_nope is [T, H, L] -> [T, H, L + R]."""
-    q_nope, q_pe, kv_c, k_pe, cos, sin, style = rows
+def _refuse_mla_rope_kv_write(
+    platform: Platform,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None,
+    **operands: Unpack[Operands],
+) -> Refusal | None:
+    if reason := unfit(platform, fused_qk_rope_concat_and_cache_mla):
+        return reason
+    q_nope, q_pe, kv_c, k_pe, cos, sin, style = latent_rows(**operands)
+    return (
+        unsupported("AITER's write, which does not saturate rotated codes,", scale=scale)
+        or unlike(
+            HALVES,
+            q_nope=q_nope,
+            q_pe=q_pe,
+            kv_c=kv_c,
+            k_pe=k_pe,
+            cos=cos,
+            sin=sin,
+            kv_cache=kv_cache,
+        )
+        or moving(style)
+        or _other_widths(kv_c.shape[-1], q_pe.shape[-1], q_pe.shape[-2])
+        or partly_rotated(q_pe.shape[-1], cos, style)
+        or _two_angles(style)
+        or not_by_token(q_pe, cos, sin)
+        or outside_of_latents(q_nope, kv_c)
+        or strided(q_nope=q_nope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
+        or scattered_slots(slots)
+        or _off_vectors(kv_c=kv_c, q_nope=q_nope)
+    )
+
+
+@ops.mla_rope_kv_write.kernel(
+    "aiter", layout="paged", refuses=_refuse_mla_rope_kv_write, rounds="once"
+)
+def mla_rope_kv_write(
+    kv_cache: Tensor, slots: Tensor, **operands: Unpack[Operands]
+) -> tuple[Tensor, Tensor]:
+    q_nope, q_pe, kv_c, k_pe, cos, sin, style = latent_rows(**operands)
     out = q_nope.new_empty((*q_nope.shape[:-1], q_nope.shape[-1] + q_pe.shape[-1]))
     if q_nope.numel():
         one = q_nope.new_ones(1, dtype=torch.float32)  # both are read, and scale nothing
@@ -205,31 +213,4 @@ def write_queries(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> Tensor:
             True,
             compute_all_q_rope=True,
         )
-    return out
-
-
-def _refuse_mla_rope_kv_write(
-    platform: Platform,
-    kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None,
-    **operands: Unpack[Operands],
-) -> Refusal | None:
-    rows = latent_rows(**operands)
-    return (
-        unwritable_queries(platform, rows, kv_cache, slots, scale)
-        or outside_of_latents(rows.q_nope, rows.kv_c)
-        or strided(q_nope=rows.q_nope)
-        or _off_vectors(q_nope=rows.q_nope)
-    )
-
-
-@ops.mla_rope_kv_write.kernel(
-    "aiter", layout="paged", refuses=_refuse_mla_rope_kv_write, rounds="once"
-)
-def mla_rope_kv_write(
-    kv_cache: Tensor, slots: Tensor, **operands: Unpack[Operands]
-) -> tuple[Tensor, Tensor]:
-    rows = latent_rows(**operands)
-    out = write_queries(rows, kv_cache, slots)
     return with_lead(out, operands["q_nope"]), out.new_empty((0,))
