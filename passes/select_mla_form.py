@@ -21,6 +21,10 @@ one of quantized_linear_by_head.
     kv_b_half, for keys ------+
     mla_absorbed_attention > quantized_linear_by_head
     kv_b_half, for values ---+
+
+So do keys and values that a kernel computes from the cache: of quantized_mla_paged_attention, over
+the weight as it is stored. Of the chains of AITER, the product, split and concatenation are 10 and
+11.
 """
 
 import operator
@@ -39,21 +43,44 @@ from atomc.ops.mla import BMM_SCHEMES
 from atomc.ops.op import Op
 from atomc.passes.bind_state import fp8_of
 from atomc.rewriting.graph_pass import Context, Outcome
-from atomc.rewriting.rewrite import Fired
+from atomc.rewriting.rewrite import Fired, remove_dead_nodes
 
 aten = torch.ops.aten
 MXFP4_GROUP = 32
 
 
 def select_mla_form(gm: GraphModule, context: Context) -> Outcome:
-    """Replace each mla_paged_attention that no kernel serves in this range."""
+    """Replace each mla_paged_attention that no kernel serves in this range, or whose keys and
+    values a kernel computes in the format of the model.
+    """
     assert context.first is not None
-    sites = [
-        node
-        for node in gm.graph.nodes
-        if node.target is ops.mla_paged_attention.overload and context.first(node) is None
+    sites = [node for node in gm.graph.nodes if node.target is ops.mla_paged_attention.overload]
+    served = {node: context.first(node) is not None for node in sites}
+    fired = [
+        _quantized(node, context) if served[node] else _absorbed(node, context) for node in sites
     ]
-    return Outcome([_absorbed(node, context) for node in sites])
+    remove_dead_nodes(gm.graph)
+    return Outcome([each for each in fired if each is not None])
+
+
+def _quantized(node: Node, context: Context) -> Fired | None:
+    """The site with the weight that is stored, if a kernel multiplies as the model does."""
+    arguments = ops.mla_paged_attention.signature.bind(*node.args, **node.kwargs).arguments
+    weight = _node(arguments.pop("weight"))
+    if weight.target is not ops.kv_b_weight.overload or arguments.pop("chosen", None) is not None:
+        return None
+    stored = arguments_of(weight)
+    if (stored["scheme"], stored["activations"]) not in (("fp8_block", "fp8"), ("mxfp4", "mxfp4")):
+        return None
+    if stored["group"] != 128 or _is_off("linear_split_cat", node, context):
+        return None
+    arguments |= {name: stored[name] for name in ("weight", "weight_scale", "scheme")}
+    arguments["dtype"] = fp8_of(context.platform)
+    if not _is_served(node, ops.quantized_mla_paged_attention, arguments, context):
+        return None
+    attended = insert(node, ops.quantized_mla_paged_attention.overload, **arguments)
+    replace(node, attended)
+    return Fired("select_mla_form", node, {}, {node}, [attended])
 
 
 def _absorbed(node: Node, context: Context) -> Fired:

@@ -97,7 +97,10 @@ class WeightForms:
         """Why a form that this kernel reads is not held, or None."""
         if not kernel.prepare and not self.held:
             return None
+        computes = Kind.WEIGHT in called_op(node).kind
         for use in uses(node, kernel):
+            if computes and use.weight.name not in self.earlier:
+                continue
             if use.form is not None and not self.owned and _is_expert(use.name, node):
                 return Refusal(
                     "copy",
@@ -121,7 +124,8 @@ class WeightForms:
         for gm, chooser in graphs:
             for node in gm.graph.nodes:
                 if _may_prepare(node):
-                    readers.append((chooser, node))
+                    if Kind.WEIGHT not in called_op(node).kind:
+                        readers.append((chooser, node))
                 else:
                     self.stored |= {operand.name for operand in node.all_input_nodes}
         # What is refused for one weight may change the form of another.
@@ -166,8 +170,6 @@ class WeightForms:
         """Whether no copy of this weight may be held."""
         if any(_is_expert(reading.name, node) for _, node in reading.readers):
             return True
-        if all(Kind.WEIGHT in called_op(node).kind for _, node in reading.readers):
-            return False
         return self.owned and not self.platform.is_cpu and _nbytes(reading.weight) >= SMALL
 
     def _once(self, reading: Reading, form: Form) -> str:

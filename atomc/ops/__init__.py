@@ -34,6 +34,7 @@ from atomc.ops.mla_attention import (
     mla_absorbed_attention,
     mla_attention,
     mla_paged_attention,
+    quantized_mla_paged_attention,
 )
 from atomc.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atomc.ops.norm_add import rms_norm_add, rms_norm_add_rms_norm
@@ -151,6 +152,7 @@ __all__ = [
     "quant_int8_per_token",
     "quant_mxfp4",
     "quantized_linear_by_head",
+    "quantized_mla_paged_attention",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from atomc.ops.attention import PagedSequences, Sequence, attention, loaded_values, sequences
 from atomc.ops.indexer import chosen_key_mask, chosen_mask
-from atomc.ops.mla import mla_kv_write
+from atomc.ops.kv_b_weight import STORED
+from atomc.ops.mla import linear_split_cat, mla_kv_write
 from atomc.ops.op import op
 from atomc.ops.op_cost import Formula, OpCall, Work, bytes_of, least
 from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
+from atomc.ops.quant import quant_fp8_group, quant_mxfp4
 from atomc.ops.state import StateSpec, state_handle
 from atomc.ops.state_update import call_on_state
 
@@ -64,7 +66,7 @@ def _read_and_seen(call: OpCall) -> tuple[Formula, Formula]:
     """The rows of the cache that are read, and the keys that a token sees. Each sequence reads its
     rows once, for all heads; of chosen keys, those of each token.
     """
-    q, chosen = call["q"], call.arguments["chosen"]
+    q, chosen = call["q"], call.arguments.get("chosen")
     tokens, sequences = math.prod(q.shape[:-2]), call["seq_lens"].shape[0]
     read, seen = sequences * call.context, call.context - (tokens / sequences - 1) / 2
     if chosen is not None:
@@ -129,15 +131,16 @@ def _paged_cost(call: OpCall) -> Work:
     q, weight, cache = call["q"], call["weight"], call["kv_cache"]
     tokens, heads = math.prod(q.shape[:-2]), q.shape[-2]
     rows, seen = _read_and_seen(call)
-    rotated = cache.shape[-1] - weight.shape[-1]
+    latent = weight.shape[-1] * STORED.get(call.arguments.get("scheme", ""), 1)
     return (
         bytes_of([q, weight, *call.results]) + rows * cache.shape[-1] * cache.dtype.itemsize,
-        2 * rows * weight.numel + 2 * tokens * seen * (weight.shape[0] + heads * rotated),
+        2 * rows * weight.shape[0] * latent
+        + 2 * tokens * seen * (weight.shape[0] + heads * (cache.shape[-1] - latent)),
     )
 
 
-def _paged_shape(q: Tensor, weight: Tensor, kv_cache: Tensor) -> Tensor:
-    nope = q.shape[-1] - (kv_cache.shape[-1] - weight.shape[-1])
+def _paged_shape(q: Tensor, weight: Tensor, kv_cache: Tensor, scheme: str = "") -> Tensor:
+    nope = q.shape[-1] - (kv_cache.shape[-1] - weight.shape[-1] * STORED.get(scheme, 1))
     return q.new_empty((*q.shape[:-1], weight.shape[0] // q.shape[-2] - nope))
 
 
@@ -162,21 +165,87 @@ def mla_paged_attention(
     query_start, seq_lens, block_tables and token as in paged_attention; kv_scale [1] fp32 of an fp8
     cache; chosen as in mla_attention.
     """
-    rows = q.reshape(-1, *q.shape[-2:])
-    heads, latent = q.shape[-2], weight.shape[-1]
-    width = weight.shape[0] // heads
-    nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
-    out = q.new_zeros((*rows.shape[:-1], width - nope))
+
+    def expanded(latents: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        both = F.linear(latents, weight).view(-1, q.shape[-2], weight.shape[0] // q.shape[-2])
+        nope = q.shape[-1] - k_rope.shape[-1]
+        return torch.cat((both[..., :nope], k_rope), -1), both[..., nope:]
+
+    out = _paged_shape(q, weight, kv_cache).zero_()
     for one in sequences(query_start, seq_lens, block_tables):
         cached = loaded_values(one.cached(kv_cache), kv_scale, q.dtype)
-        both = F.linear(cached[:, :latent], weight).view(-1, heads, width)
-        k_rope = cached[:, None, latent:].expand(-1, heads, -1)
-        k = torch.cat((both[..., :nope], k_rope), -1)
-        seen = _seen(one, chosen)
-        out[one.new] = attention.reference(
-            rows[one.new], k, both[..., nope:], None, seen, scale=scale, causal=False
+        _attend(out, q, one, cached, weight.shape[-1], expanded, _seen(one, chosen), scale)
+    return out
+
+
+def _attend(
+    out: Tensor,
+    q: Tensor,
+    one: Sequence,
+    cached: Tensor,
+    latent: int,
+    expanded: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    seen: Tensor,
+    scale: float,
+) -> None:
+    """Into out [..., H, V]: the new tokens of a sequence with these cached rows [S, L + R].
+    expanded: of latents [S, L] and rotated keys [S, H, R], the keys and values of all heads.
+    """
+    k_rope = cached[:, None, latent:].expand(-1, q.shape[-2], -1)
+    k, v = expanded(cached[:, :latent], k_rope)
+    rows = q.reshape(-1, *q.shape[-2:])[one.new]
+    out.view(-1, *out.shape[-2:])[one.new] = attention.reference(
+        rows, k, v, None, seen, scale=scale, causal=False
+    )
+
+
+@op(kind=Kind.ATTENTION, rows=None, cost=_paged_cost, shape=_paged_shape)
+def quantized_mla_paged_attention(
+    q: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    scale: float,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    rounding: str = "even",
+) -> Tensor:
+    """mla_paged_attention whose keys and values are linear_split_cat of the cached latents, which
+    are quantized: in scheme "fp8_block" by quant_fp8_group, with `dtype`, in "mxfp4" by
+    quant_mxfp4, with `rounding`. A kernel may leave out this rounding where it absorbs the
+    projections. Raises ValueError for another scheme.
+
+    weight [H * (P + V), ...] and weight_scale as in linear_split_cat, others as in
+    mla_paged_attention
+    """
+    if scheme not in ("fp8_block", "mxfp4"):
+        raise ValueError(
+            f"quantized_mla_paged_attention: scheme {scheme!r} is not one of ('fp8_block', 'mxfp4')"
         )
-    return out.view(*q.shape[:-1], width - nope)
+
+    def expanded(latents: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        if scheme == "mxfp4":
+            codes, scales = quant_mxfp4.reference(latents, rounding)
+        else:
+            codes, scales = quant_fp8_group.reference(latents, 128, False, dtype)
+        nope = q.shape[-1] - k_rope.shape[-1]
+        k, v = linear_split_cat.reference(
+            codes, weight, scales, weight_scale, k_rope, nope=nope, scheme=scheme, out_dtype=q.dtype
+        )
+        return k, v
+
+    out = _paged_shape(q, weight, kv_cache, scheme).zero_()
+    for one in sequences(query_start, seq_lens, block_tables):
+        cached = loaded_values(one.cached(kv_cache), kv_scale, q.dtype)
+        latent = weight.shape[-1] * STORED[scheme]
+        _attend(out, q, one, cached, latent, expanded, _seen(one, None), scale)
+    return out
 
 
 def _latent_spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSpec:

@@ -154,6 +154,11 @@ def _head_linear_inputs(scheme: str, n: RandomInputs) -> Arguments:
     }
 
 
+def _latent_multiplied(n: RandomInputs) -> Arguments:
+    codes, scale = n.quantized(ops.quant_mxfp4, N * (P + P), L)
+    return _latent_projected(n) | {"weight": codes, "weight_scale": scale, "scheme": "mxfp4"}
+
+
 def _stored(scheme: str, n: RandomInputs) -> Arguments:
     """kv_b_proj of N heads, P columns of each for keys and P for values."""
     quantizer = ops.quant_mxfp4 if scheme == "mxfp4" else ops.quant_fp8_per_token
@@ -257,6 +262,7 @@ SEQUENCE_EXAMPLES: Examples = {
     ops.paged_index_topk: {"": _indexed_in_cache},
     ops.chosen_mask: {"": lambda n: {"chosen": n.below(n.T, n.T, CHOSEN, dtype=torch.int32)}},
     ops.mla_paged_attention: {"": _latent_projected},
+    ops.quantized_mla_paged_attention: {"": _latent_multiplied},
     ops.kv_b_weight: {scheme: partial(_stored_weight, scheme) for scheme in ("fp8", "mxfp4")},
     ops.kv_b_half: {scheme: partial(_stored_half, scheme) for scheme in ("fp8", "mxfp4")},
     ops.linear_by_head: {"": lambda n: {"x": n(n.T, N, P), "weight": n(N, L, P)}},

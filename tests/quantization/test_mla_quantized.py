@@ -222,6 +222,47 @@ def test_with_a_kernel_a_product_is_in_the_format_of_the_models_activations(
     assert least - (0 if written else 3) < sqnr(expected, found) < 60  # of one product, or of both
 
 
+@pytest.mark.parametrize(("scheme", "least"), [("fp8_block", 25), ("mxfp4", 10)])
+def test_with_a_kernel_keys_and_values_are_products_of_the_stored_weight(
+    scheme: str, least: float
+) -> None:
+    model = model_of(scheme, 2, ignore=REST)
+    dense = kernel_of(ops.mla_paged_attention, layout="paged")
+    with dense, kernel_of(ops.quantized_mla_paged_attention, layout="paged"):
+        program = compile_model(model, UNCACHED, owned=True)
+        found = counts(program)
+        assert max(few["quantized_mla_paged_attention"] for few in found.values()) == 2
+        logits = paged_logits(program, IDS, (25, 14, 1))
+        off = UNCACHED | {"passes": {"linear_split_cat": False}}
+        kept = counts(compile_model(model_of(scheme, 1, ignore=REST), off, owned=True))
+    assert not any(few["quantized_mla_paged_attention"] for few in kept.values())
+    with torch.no_grad():
+        expected = dequantized(model_of(scheme, 2, ignore=REST))(IDS, torch.arange(40))
+    assert least < sqnr(expected, logits) < 60
+
+
+def test_with_aiter_no_weight_of_deepseeks_sizes_is_dequantized() -> None:
+    heads, wide = 16, {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    wide["qk_rope_head_dim"] = 64
+    sizes = SIZES | wide | {"num_attention_heads": heads, "num_key_value_heads": heads}
+    model = wrap_stock(atomc.quantize(stock("deepseek_v3", 1, **sizes), "fp8_block"))
+    program = compile_model(
+        model.bfloat16().to("meta"), UNCACHED, platform=Platform.named("gfx950"), owned=True
+    )
+    attention = ("mla_", "kv_b_", "quantized_", "bmm_")
+    served = {
+        each.op: each.chosen for each in program.report.kernels if each.op.startswith(attention)
+    }
+    assert served == {
+        "kv_b_half": "torch",  # prepared once, beside the tiles of the same weight
+        "bmm_rope_kv_write": "aiter",
+        "mla_absorbed_attention": "aiter",
+        "quantized_linear_by_head": "aiter",
+        "mla_rope_kv_write": "aiter",
+        "quantized_mla_paged_attention": "aiter",
+    }
+
+
 @pytest.mark.rotating
 def test_a_latent_cache_in_fp8_has_an_sqnr_of_30_decibels_and_its_logits_of_20(
     monkeypatch: pytest.MonkeyPatch,

@@ -46,6 +46,7 @@ from kernel_cases.mla import (
     MLA_PAGED_ATTENTION,
     MLA_ROPE_KV_WRITE,
     QUANTIZED_LINEAR_BY_HEAD,
+    QUANTIZED_MLA_PAGED_ATTENTION,
     SCALED_BMM_FP8,
 )
 from kernel_cases.quant import (
@@ -177,6 +178,7 @@ CASES: dict[str, Cases] = {
     "mla_kv_write": MLA_KV_WRITE,
     "mla_rope_kv_write": MLA_ROPE_KV_WRITE,
     "quantized_linear_by_head": QUANTIZED_LINEAR_BY_HEAD,
+    "quantized_mla_paged_attention": QUANTIZED_MLA_PAGED_ATTENTION,
     "scaled_bmm_fp8": SCALED_BMM_FP8,
     "bmm_mxfp4": BMM_MXFP4,
     "bmm_rope_kv_write": BMM_ROPE_KV_WRITE,

@@ -420,6 +420,40 @@ MLA_PAGED_ATTENTION: Cases = {
 }
 
 
+def latent_multiplied(
+    draw: Draw,
+    sequences: list[tuple[int, int]],
+    scheme: str = "fp8_block",
+    nope: int = 24,
+    values: int = 40,
+    latent: int = 128,
+    dtype: torch.dtype = E4M3,
+    **rest: Any,
+) -> dict[str, Any]:
+    """Of a weight that is quantized."""
+    arguments = latent_projected(draw, sequences, nope, values, latent=latent, **rest)
+    out = arguments["weight"].shape[0]
+    how = {"activation": "mxfp4"} if scheme == "mxfp4" else {"dtype": dtype}
+    operands = (mxfp4_operands if scheme == "mxfp4" else scaled_blocks)(
+        draw, 1, latent, out=out, **how
+    )
+    parameters = {name: operands[name] for name in ("weight", "weight_scale")}
+    return arguments | parameters | {"scheme": scheme, **({} if scheme == "mxfp4" else how)}
+
+
+QUANTIZED_MLA_PAGED_ATTENTION: Cases = {
+    f"{scheme}, {name}": partial(latent_multiplied, scheme=scheme, **how)
+    for scheme in ("fp8_block", "mxfp4")
+    for name, how in {
+        "prefill": dict[str, Any](sequences=PREFILL),
+        "chunks": dict(sequences=CHUNKS),
+        "mixed": dict(sequences=MIXED, padding=3),
+        "padding rows only": dict(sequences=[(0, 9)], padding=3),
+        "fp8 cache": dict(sequences=CHUNKS, cache=E4M3),
+    }.items()
+}
+
+
 # kv_b_proj of 3 heads, 32 columns of each for keys and 20 for values.
 HEADS, NOPE, ROWS = 3, 32, 156
 STORED: dict[str, Callable[..., dict[str, Any]]] = {

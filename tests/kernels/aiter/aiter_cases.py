@@ -21,6 +21,7 @@ from kernel_cases.linear import linear
 from kernel_cases.mla import (
     half_multiplied,
     latent_attended,
+    latent_multiplied,
     latent_of_chosen,
     latent_paged,
     latent_projected,
@@ -70,6 +71,7 @@ COMPILED = sorted(set(KERNELS) - set(IN_TRITON))
 PARTLY_COMPILED = {
     "latent_attention.mla_absorbed_attention",
     "latent_prompts.mla_paged_attention",
+    "latent_prompts.quantized_mla_paged_attention",
     "mla_unfused.bmm_rope_kv_write",
     "paged_attention.paged_attention",
     "shuffled_attention.paged_attention",
@@ -335,6 +337,19 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
                 ("one row of many keys", [(1, 200), (3, 9)], 0),
             )
         },
+        "quantized_mla_paged_attention": {
+            f"{scheme}, prompts, {cache or 'as q'}": partial(
+                latent_multiplied,
+                sequences=[(60, 70), (63, 63), (1, 65)],
+                padding=2,
+                scheme=scheme,
+                dtype=fp8,
+                cache=cache,
+                **SHUFFLED,
+            )
+            for scheme in ("fp8_block", "mxfp4")
+            for cache in (None, fp8)
+        },
         "paged_attention": {
             "another scale": lambda draw: paged(draw, DECODE, scale=0.3),
             "decode, heads of 128": lambda draw: paged(draw, DECODE, heads=(12, 2), width=128),
@@ -382,7 +397,9 @@ def cases(kernel: Kernel, arch: str) -> Cases:
 def prepared(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments as the kernel gets them."""
     made = {
-        names[0]: prepare(*map(given.get, names)).tensors
+        names[0]: prepare(
+            *map(given.get, names), **{name: given[name] for name in kernel.attributes}
+        ).tensors
         for names, prepare in kernel.prepares.items()
         if given.get(names[0]) is not None
     }

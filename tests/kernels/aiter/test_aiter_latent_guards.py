@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
-from aiter_cases import KERNELS, cases, prepared
+from aiter_cases import KERNELS, SHUFFLED, cases, prepared
 from argument_changes import placed
 from kernel_cases.draw import E4M3, Draw
 from kernel_cases.indexer import chosen_rows, ranked_codes
 from kernel_cases.mla import (
     latent_attended,
+    latent_multiplied,
     latent_paged,
     latent_projected,
     latent_rope_written,
     latent_written,
     split_and_joined,
 )
+from tiny_experts import sqnr
 
 from atomc import ops
 from atomc.kernels.aiter.latent import latent_attention, latent_cache
@@ -38,8 +40,8 @@ ROPE_KV_WRITE = "latent_cache.mla_rope_kv_write"
 LATENT = [
     name
     for name, kernel in KERNELS.items()
-    if kernel.op.startswith(("mla", "bmm_rope"))
-    or kernel.op in ("linear_split_cat", "quantized_linear_by_head")
+    if "mla" in kernel.op
+    or kernel.op in ("bmm_rope_kv_write", "linear_split_cat", "quantized_linear_by_head")
 ]
 
 
@@ -229,6 +231,22 @@ def test_keys_and_values_of_other_widths_are_not_expanded(widths: tuple[int, int
     assert refused("latent_prompts.mla_attention", latent_attended(DRAW, **how)) == reason
     given = latent_projected(DRAW, [(9, 9)], **how)
     assert refused("latent_prompts.mla_paged_attention", given) == reason
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "mxfp4"])
+def test_latents_that_are_walked_are_not_quantized(scheme: str) -> None:
+    """Of a step with few rows over many keys; the weight is that of its shuffled tiles."""
+    kernel = KERNELS["latent_prompts.quantized_mla_paged_attention"]
+    given = latent_multiplied(DRAW, [(1, 200), (3, 9)], scheme, **SHUFFLED)
+    names = ("weight", "weight_scale", "scheme")
+    weight = ops.kv_b_weight.reference(**{n: given[n] for n in names}, dtype=torch.bfloat16)
+    plain = {n: x for n, x in given.items() if n not in (*names, "dtype")}
+    expected = ops.mla_paged_attention.reference(**plain, weight=weight)
+    with stand_ins.installed("gfx950"):
+        out = kernel.function(**prepared(kernel, given))
+    assert sqnr(out, expected) > 35
+    rounded = ops.quantized_mla_paged_attention.reference(**given)
+    assert sqnr(out, expected) > sqnr(rounded, expected) + 5
 
 
 def test_the_division_of_the_work_is_what_aiter_documents() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
-from aiter_cases import KERNELS
+from aiter_cases import KERNELS, SHUFFLED
 from aiter_cases import cases as kernel_cases_of
 from argument_changes import placed
 from compare import compare
@@ -22,6 +22,7 @@ from kernel_cases.indexer import index_written, ranked_codes
 from kernel_cases.mla import (
     half_multiplied,
     latent_attended,
+    latent_multiplied,
     latent_paged,
     latent_rope_written,
     latent_written,
@@ -463,6 +464,32 @@ CASES: dict[str, tuple[str, Make]] = {
     "queries outside of the latent space": (
         "mla.mla_rope_kv_write",
         partial(latent_rope_written, latent=64, nope=32),
+    ),
+    "quantized prompts, keys of 272": (
+        "latent_prompts.quantized_mla_paged_attention",
+        lambda draw: latent_multiplied(draw, [(60, 70)], **SHUFFLED | {"nope": 256, "values": 64}),
+    ),
+    "quantized prompts, walked latents of 24 rotated columns": (
+        "latent_prompts.quantized_mla_paged_attention",
+        lambda draw: latent_multiplied(draw, [(1, 200)], rotated=24, **SHUFFLED),
+    ),
+    "quantized prompts, 384 outputs": (
+        "latent_prompts.quantized_mla_paged_attention",
+        lambda draw: latent_multiplied(draw, [(60, 70)], **SHUFFLED | {"heads": 3}),
+    ),
+    "quantized prompts in MXFP4, 384 outputs": (
+        "latent_prompts.quantized_mla_paged_attention",
+        lambda draw: latent_multiplied(draw, [(60, 70)], "mxfp4", **SHUFFLED | {"heads": 3}),
+    ),
+    "quantized prompts, codes of MI300": (
+        "latent_prompts.quantized_mla_paged_attention",
+        lambda draw: (
+            latent_multiplied(draw, [(60, 70)], **SHUFFLED) | {"dtype": torch.float8_e4m3fnuz}
+        ),
+    ),
+    "quantized prompts, rounded up": (
+        "latent_prompts.quantized_mla_paged_attention",
+        lambda draw: latent_multiplied(draw, [(60, 70)], "mxfp4", **SHUFFLED) | {"rounding": "up"},
     ),
     "product by head, groups of 48": (
         "head_product.quantized_linear_by_head",

@@ -206,7 +206,7 @@ models/qwen3_vl_vision.py | models/test_vision_models.py -k 'embeddings_and_logi
 models/vision_language.py | models/test_vision_models.py -k 'embeddings_and_logits and ours and qwen3_vl' | TextModel.forward
 models/vision_language.py | runtime/test_mtp_images.py -k 'reads_the_embeddings' | ImageDraftModel.forward
 models/vision_patches.py | models/test_vision_models.py -k 'bit_for_bit or computed_once' | _frame _neighbours patch_inputs
-passes/select_mla_form.py | passes/test_mla_attention.py | _product
+passes/select_mla_form.py | quantization/test_mla_quantized.py -k 'with_a_kernel and fp8-25' | _product
 passes/bind_state.py | models/test_shared_keys.py | _kept bind_state
 passes/reinplace_calls.py | passes/test_reinplace_calls.py
 passes/expert_load.py | runtime/ranks/test_ranks_models.py -k 'counts and fp8' | _choices

@@ -78,16 +78,15 @@ def other_keys(k_pe: Tensor, out_dtype: torch.dtype) -> Refusal | None:
     return wrong_result((k_pe.dtype,), out_dtype)
 
 
-@ops.linear_split_cat.kernel(
-    "aiter",
-    refuses=first_refusal(
-        installed(fused_gemm_a8w8_blockscale_preshuffle_split_cat),
-        other_keys,
-        foreign_operands,
-        lambda weight: partial_tiles(weight, BLOCK),
-    ),
-    prepare={"weight": tile_rows},
+refuse_tiles = first_refusal(
+    installed(fused_gemm_a8w8_blockscale_preshuffle_split_cat),
+    other_keys,
+    foreign_operands,
+    lambda weight: partial_tiles(weight, BLOCK),
 )
+
+
+@ops.linear_split_cat.kernel("aiter", refuses=refuse_tiles, prepare={"weight": tile_rows})
 def linear_split_cat(
     x: Tensor,
     weight: tuple[Tensor],
@@ -97,7 +96,19 @@ def linear_split_cat(
     nope: int,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    [tiles] = weight
+    return split_tiles(x, weight[0], x_scale, weight_scale, k_pe, nope, out_dtype)
+
+
+def split_tiles(
+    x: Tensor,
+    tiles: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    k_pe: Tensor,
+    nope: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """linear_split_cat over the rows of tiles of a weight."""
     return split_cat(
         partial(fused_gemm_a8w8_blockscale_preshuffle_split_cat, is_x_scale_transposed=False),
         (x, tiles, x_scale, weight_scale),

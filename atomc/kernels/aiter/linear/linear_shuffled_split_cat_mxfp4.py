@@ -56,17 +56,18 @@ def _odd_scales(weight: Tensor) -> Refusal | None:
     return None
 
 
+refuse_tiles = first_refusal(
+    _other_scheme,
+    installed(fused_gemm_afp4wfp4_preshuffle_split_cat),
+    no_mxfp4,
+    other_keys,
+    lambda weight: partial_tiles(weight, TILE_BYTES),
+    _odd_scales,
+)
+
+
 @ops.linear_split_cat.kernel(
-    "aiter",
-    refuses=first_refusal(
-        _other_scheme,
-        installed(fused_gemm_afp4wfp4_preshuffle_split_cat),
-        no_mxfp4,
-        other_keys,
-        lambda weight: partial_tiles(weight, TILE_BYTES),
-        _odd_scales,
-    ),
-    prepare={"weight": tile_rows, "weight_scale": scale_rows},
+    "aiter", refuses=refuse_tiles, prepare={"weight": tile_rows, "weight_scale": scale_rows}
 )
 def linear_split_cat(
     x: Tensor,
@@ -77,7 +78,19 @@ def linear_split_cat(
     nope: int,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    [tiles], [scale_tiles] = weight, weight_scale
+    return split_tiles(x, weight[0], x_scale, weight_scale[0], k_pe, nope, out_dtype)
+
+
+def split_tiles(
+    x: Tensor,
+    tiles: Tensor,
+    x_scale: Tensor,
+    scale_tiles: Tensor,
+    k_pe: Tensor,
+    nope: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """linear_split_cat over the rows of tiles of a weight and its scales."""
     scales = as_rows(x_scale)
     if scales.shape[0] >= SHUFFLED:
         scales = _tile_rows(shuffled_scale(scales.contiguous()))

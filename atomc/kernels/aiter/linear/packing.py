@@ -34,6 +34,14 @@ def shuffled_weight(weight: Tensor) -> Tensor:
     return relaid.view(weight.shape).view(weight.dtype)
 
 
+def plain_weight(shuffled: Tensor) -> Tensor:
+    """The weight [N, K] of which shuffled_weight made this: a copy."""
+    n, k = shuffled.shape
+    piece = 16 // shuffled.element_size()
+    tiles = shuffled.view(n // 16, k // 32, 32 // piece, 16, piece)
+    return tiles.permute(0, 3, 1, 2, 4).reshape(n, k)
+
+
 def shuffled_scale(scale: Tensor) -> Tensor:
     """e8m0 [M, K/32], a multiple of 8 columns, in tiles of 32 rows and 8 columns: [M up to whole
     256 rows, K/32]. The rows behind M are not written.

@@ -37,7 +37,10 @@ def quant_fp8_group(
     return codes.view(x.shape), with_lead(scales, x)
 
 
-@ops.quant_mxfp4.kernel("aiter", refuses=first_refusal(installed(dynamic_mxfp4_quant), rounded_up))
+refuse_quant_mxfp4 = first_refusal(installed(dynamic_mxfp4_quant), rounded_up)
+
+
+@ops.quant_mxfp4.kernel("aiter", refuses=refuse_quant_mxfp4)
 def quant_mxfp4(x: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return ops.quant_mxfp4.reference(x, rounding)
