@@ -491,6 +491,20 @@ CASES: dict[str, tuple[str, Make]] = {
         "latent_prompts.quantized_mla_paged_attention",
         lambda draw: latent_multiplied(draw, [(60, 70)], "mxfp4", **SHUFFLED) | {"rounding": "up"},
     ),
+    "product by head, in fp32": (
+        "head_product.quantized_linear_by_head",
+        lambda draw: in_dtype(half_multiplied, draw, torch.float32, "x"),
+    ),
+    "product by head, a weight of MI300": (
+        "head_product.quantized_linear_by_head",
+        lambda draw: (
+            half_multiplied(draw, dtype=torch.float8_e4m3fnuz) | {"dtype": torch.float8_e4m3fn}
+        ),
+    ),
+    "product by head, rows of MI300": (
+        "head_product.quantized_linear_by_head",
+        lambda draw: half_multiplied(draw, tokens=99) | {"dtype": torch.float8_e4m3fnuz},
+    ),
     "product by head, groups of 48": (
         "head_product.quantized_linear_by_head",
         partial(half_multiplied, group=48),
