@@ -34,6 +34,8 @@ MODULES = (
     "rows.norm_quant",
     "rows.norm_quant_triton",
     "rows.norm_rope_kv_write",
+    "attention.shuffled_norm_rope_kv_write",
+    "rows.norm_rope_kv_write_triton",
     "rows.norm_triton",
     "attention.paged_attention",
     "attention.paged_attention_triton",
@@ -51,7 +53,6 @@ MODULES = (
     "attention.shuffled_attention_gluon",
     "attention.shuffled_attention_triton",
     "attention.shuffled_kv_write",
-    "attention.shuffled_norm_rope_kv_write",
     "attention.shuffled_rope_kv_write",
     "attention.shuffled_unfused",
 )

@@ -15,7 +15,7 @@ import torch
 from expert_cases import of_experts
 from kernel_cases import CASES
 from kernel_cases.attention import CHUNKS, DECODE, attended, paged
-from kernel_cases.draw import Cases, Draw
+from kernel_cases.draw import Cases, Draw, cache_scales
 from kernel_cases.indexer import index_written, ranked_codes
 from kernel_cases.linear import linear
 from kernel_cases.mla import (
@@ -57,7 +57,6 @@ PLAINLY_NAMED = (
     "linear_shuffled_split_cat_mxfp4",
     "linear_split_cat",
     "mla",
-    "norm_rope_kv_write",
     "rope_kv_write",
     "shuffled_rope_kv_write",
 )
@@ -86,6 +85,14 @@ def tables_in_bf16(draw: Draw, **rest: Any) -> dict[str, Any]:
 def unscaled(draw: Draw, make: Callable[..., dict[str, Any]], **rest: Any) -> dict[str, Any]:
     """With a cache in bfloat16, which needs no scale."""
     return make(draw, cache=torch.bfloat16, **rest) | {"scale": None}
+
+
+def codes_written(draw: Draw, scale: float | None = None, **rest: Any) -> dict[str, Any]:
+    """With this scale of the keys, and twice as much of the values; None: without scales."""
+    scales = {} if scale is None else {"k_scale": scale, "v_scale": 2 * scale}
+    return norm_rope_written(draw, **rest) | {
+        name: torch.tensor([number], device=draw.device) for name, number in scales.items()
+    }
 
 
 def of_deepseeks_widths(make: Callable[..., dict[str, Any]]) -> Cases:
@@ -245,6 +252,18 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             "packed, fp32 weight": partial(
                 norm_rope_written, packed=True, norm_style="before", weight=torch.float32
             ),
+            **{
+                f"native fp8, {width}{name}": partial(
+                    codes_written, cache=fp8, rope_style="half", width=width, **how
+                )
+                for width in (64, 128, 256)
+                for name, how in {
+                    "": {},
+                    ", packed": {"packed": True, "heads": (5, 1), "skip": (0, 6)},
+                    ", scales": {"scale": 0.5, "rotated": width // 2},
+                    ", clamped": {"scale": 1e-3, "tokens": 1},
+                }.items()
+            },
         },
         "mla_attention": {
             "narrow values": partial(latent_attended, values=16),
@@ -383,6 +402,15 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             "long": lambda draw: paged(draw, [(1, 700), (1, 3), (1, 530)]),
             "long, padding rows": lambda draw: paged(draw, [(1, 600), (0, 0), (5, 20)], padding=2),
             "native fp8": lambda draw: paged(draw, DECODE, cache=fp8),
+            "native fp8, scales, sinks": lambda draw: (
+                paged(draw, [*DECODE, (0, 0)], cache=fp8, window=9, padding=1, width=128)
+                | cache_scales(draw)
+                | {"sinks": draw.normal(8)}
+            ),
+            "native fp8, scales, mixed": lambda draw: (
+                paged(draw, CHUNKS, cache=fp8, heads=(6, 1)) | cache_scales(draw)
+            ),
+            "native fp8, long prompts": lambda draw: paged(draw, [(60, 70), (63, 63)], cache=fp8),
         },
     }
 

@@ -97,7 +97,7 @@ def test_every_call_binds_to_the_signature_of_aiters_function(
 ) -> None:
     made = calls(KERNELS[name], monkeypatch)
     assert made, "it refuses all cases, or calls nothing"
-    if KERNELS[name].shared is not None:
+    if name.endswith(".mla_absorbed_attention") and KERNELS[name].shared is not None:
         assert len({repr(function) for function, _, _ in made}) >= 3
     for function, args, kwargs in made:
         if short(function) not in UNLISTED:

@@ -405,9 +405,33 @@ CASES: dict[str, tuple[str, Make]] = {
         "shuffled_kv_write.kv_write",
         lambda draw: written(draw, [range(5, 9)], width=12),
     ),
-    "norm and rotation, 33 key heads": (
-        "shuffled_norm_rope_kv_write.qk_norm_rope_kv_write",
-        partial(norm_rope_written, heads=(33, 33), rope_style="half"),
+    **{
+        f"norm and rotation, {what}": (
+            "norm_rope_kv_write.qk_norm_rope_kv_write",
+            partial(norm_rope_written, **{"rope_style": "half", "packed": True, **how}),
+        )
+        for what, how in {
+            "tables of the full width": {"rope_style": "neox"},
+            "neighbours": {"rope_style": "gptj"},
+            "1 + weight": {"norm_style": "one_plus"},
+            "weights in fp32": {"weight": torch.float32},
+            "tables in fp32": {"table": torch.float32},
+            "heads of 32": {"width": 32},
+            "a half of 10 columns": {"width": 128, "rotated": 20},
+            "another fp8": {"cache": torch.float8_e4m3fnuz},
+        }.items()
+    },
+    "norm and rotation, scales of 16 bits": (
+        "norm_rope_kv_write.qk_norm_rope_kv_write",
+        lambda draw: norm_rope_written(draw, rope_style="half") | cache_scales(draw),
+    ),
+    "norm and rotation, one angle for all tokens": (
+        "norm_rope_kv_write.qk_norm_rope_kv_write",
+        of_tokens_that_share_angles(partial(norm_rope_written, rope_style="half"), "cos", "sin"),
+    ),
+    "norm and rotation, pages of 12": (
+        "norm_rope_kv_write.qk_norm_rope_kv_write",
+        of_blocks(partial(norm_rope_written, rope_style="half"), 12),
     ),
     "experts, out in fp32": (
         "experts.moe_experts_fp8",
@@ -646,7 +670,7 @@ CASES: dict[str, tuple[str, Make]] = {
         of_blocks(partial(rope_written, cache=torch.bfloat16), 12),
     ),
     "norm, rotation and write, blocks of 12": (
-        "norm_rope_kv_write.qk_norm_rope_kv_write",
+        "norm_rope_kv_write_triton.qk_norm_rope_kv_write",
         of_blocks(partial(norm_rope_written, packed=True), 12),
     ),
     "heads of 80": (
@@ -762,7 +786,7 @@ def test_keys_of_other_strides_share_no_rows(case: str) -> None:
     else:
         k = k.flatten(1).unflatten(1, (16, 2)).transpose(1, 2)
     joined = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), 1)
-    assert torch.equal(norm_rope_kv_write._rows_of(q, k, v), joined)
+    assert torch.equal(norm_rope_kv_write.rows_of(q, k, v), joined)
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])

@@ -14,7 +14,7 @@ from compare import compare
 from kernel_cases.attention import attended, paged
 from kernel_cases.draw import Draw
 from kernel_cases.rows import reducing
-from kernel_cases.state import norm_rope_written, rope_written, written
+from kernel_cases.state import rope_written, written
 from stand_ins.collectives import PROCESSES
 from torch import Tensor
 
@@ -79,19 +79,6 @@ def test_assembly_that_scales_by_the_width_of_a_head_gets_no_other_scale() -> No
     assert refused(name, paged(DRAW, [(1, 5)], width=128, window=4)) == Refusal(
         "argument", "AITER's assembly does not support window"
     )
-
-
-def test_halves_that_no_flipped_bit_finds_are_refused() -> None:
-    def rotating(columns: int) -> Refusal | None:
-        given = norm_rope_written(DRAW, rope_style="half", width=128, rotated=columns)
-        return refused("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write", given)
-
-    assert rotating(64) is rotating(128) is None
-    for columns in (96, 24, 20):
-        assert rotating(columns) == Refusal(
-            "shape",
-            f"{columns} of 128 columns rotate: the halves are no power of two apart",
-        )
 
 
 def test_long_prompts_with_sinks_are_left_to_triton() -> None:

@@ -5,6 +5,7 @@ from mutations import Bug
 KERNELS = "atomc/kernels/aiter"
 GUARDS = "tests/kernels/aiter/test_aiter_state_guards.py"
 LAYOUTS = "tests/kernels/aiter/test_aiter_layouts.py"
+HALF, HALVES = "atomc/passes/fuse/half_tables.py", "tests/passes/test_half_tables.py"
 
 
 def values(name: str) -> str:
@@ -133,7 +134,7 @@ BUGS = [
         "attention/shuffled_cache",
         "v_cache.view(blocks, heads, size // x, width, x)",
         "v_cache.view(blocks, heads, width, size // x, x)",
-        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
+        values("shuffled_kv_write.kv_write"),
     ),
     bug(
         "attention/shuffled_kv_write",
@@ -148,42 +149,65 @@ BUGS = [
         values("shuffled_kv_write.kv_write"),
     ),
     bug(
-        "attention/shuffled_norm_rope_kv_write",
+        "rows/norm_rope_kv_write",
         "torch.cat((cos, sin), -1)",
         "torch.cat((sin, cos), -1)",
-        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
+        values("norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "rows/norm_rope_kv_write",
+        "            eps,\n            out,",
+        "            1.0,\n            out,",
+        values("norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "rows/norm_rope_kv_write",
+        "            q_weight,\n            k_weight,\n            tables",
+        "            k_weight,\n            q_weight,\n            tables",
+        values("norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "rows/norm_rope_kv_write",
+        "            k_cache,\n            v_cache,\n            slots",
+        "            v_cache,\n            k_cache,\n            slots",
+        values("norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "rows/norm_rope_kv_write",
+        "one if k_scale is None else k_scale",
+        "one if k_scale is None else v_scale",
+        values("norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "rows/norm_rope_kv_write",
+        "one if v_scale is None else v_scale",
+        "one",
+        values("norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "rows/norm_rope_kv_write",
+        "            tables.shape[1],\n",
+        "            q.shape[2],\n",
+        values("norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "rows/norm_rope_kv_write",
+        "shuffled=False",
+        "shuffled=True",
+        values("norm_rope_kv_write.qk_norm_rope_kv_write"),
     ),
     bug(
         "attention/shuffled_norm_rope_kv_write",
-        '            rope_style == "half",\n',
-        '            rope_style != "half",\n',
+        "shuffled=True",
+        "shuffled=False",
         values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
     ),
-    bug(
-        "attention/shuffled_norm_rope_kv_write",
-        "            eps,\n            q_weight,\n            k_weight,",
-        "            1.0,\n            q_weight,\n            k_weight,",
-        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
-    ),
-    bug(
-        "attention/shuffled_norm_rope_kv_write",
-        "            q_weight,\n            k_weight,\n            torch.cat",
-        "            k_weight,\n            q_weight,\n            torch.cat",
-        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
-    ),
-    bug(
-        "attention/shuffled_norm_rope_kv_write",
-        "x.clone(memory_format=torch.contiguous_format) for x",
-        "x for x",
-        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
-    ),
-    bug(
-        "attention/shuffled_norm_rope_kv_write",
-        'if norm_style == "one_plus":',
-        'if norm_style == "":',
-        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
-    ),
-    bug("attention/shuffled_norm_rope_kv_write", "(rest or apart & (apart - 1))", "rest", GUARDS),
+    # what half of a table is
+    Bug(HALF, "known_equal(rows.shape[-1], width)", "True", HALVES),
+    Bug(HALF, "(*steps, rows.storage_offset())", "(rows.storage_offset(),)", HALVES),
+    Bug(HALF, "(*steps, rows.storage_offset())", "steps", HALVES),
+    Bug(HALF, "and known_equal(rows.stride(-1), 1)", "", HALVES),
+    Bug(HALF, "context.first(node) is kernel", "False", HALVES),
     bug(
         "attention/shuffled_unfused",
         "return rope(q, cos, sin, rope_style), token",

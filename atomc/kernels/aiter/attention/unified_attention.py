@@ -12,9 +12,9 @@ from torch import Tensor
 
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views
-from atomc.kernels.aiter.library import FP8_OF, Function, installed, unfit
-from atomc.kernels.aiter.rows.kv_write import odd_blocks, odd_heads
-from atomc.kernels.checks import first_refusal, named, strided, unlike
+from atomc.kernels.aiter.library import Function, installed, unfit
+from atomc.kernels.aiter.rows.kv_write import foreign_cache, odd_blocks, odd_heads
+from atomc.kernels.checks import first_refusal, strided, unlike
 from atomc.kernels.row_views import as_heads
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
@@ -62,14 +62,8 @@ def unattended(
         platform, unscaled_attention if codes and k_scale is None else unified_attention
     ):
         return reason
-    if reason := unlike(HALVES, q=q):
+    if reason := unlike(HALVES, q=q) or foreign_cache(platform, q, k_cache, v_cache):
         return reason
-    if k_cache.dtype not in (q.dtype, FP8_OF[platform.arch]) or v_cache.dtype != k_cache.dtype:
-        return Refusal(
-            "dtype",
-            f"the cache is {k_cache.dtype}, the query {q.dtype}: AITER reads one like it, or "
-            f"{FP8_OF[platform.arch]}",
-        )
     if (k_scale is None) != (v_scale is None):
         return Refusal("argument", "AITER takes a scale for keys and for values, or none")
     if not known_equal(k_cache.shape[-1], v_cache.shape[-1]):
@@ -77,13 +71,8 @@ def unattended(
     return strided(q=q) or odd_blocks(k_cache)
 
 
-# Why `attended` does not serve these in the shuffled layout, which has no codes.
-unattended_shuffled = first_refusal(
-    installed(shuffled_attention),
-    odd_heads,
-    named("k_cache", unlike, HALVES),
-    unattended,
-)
+# Why `attended` does not serve these in the shuffled layout.
+unattended_shuffled = first_refusal(installed(shuffled_attention), odd_heads, unattended)
 
 
 def attended(

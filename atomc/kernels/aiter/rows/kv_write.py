@@ -5,7 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal, same_sizes
-from atomc.kernels.aiter.library import Function, installed
+from atomc.kernels.aiter.library import FP8_OF, Function, installed
 from atomc.kernels.checks import (
     first_refusal,
     named,
@@ -16,6 +16,7 @@ from atomc.kernels.checks import (
 )
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
+from atomc.platform import Platform
 
 reshape_and_cache_flash = Function("reshape_and_cache_flash", "aiter")
 
@@ -41,6 +42,19 @@ def odd_heads(q: Tensor) -> Refusal | None:
 def scaled(**scales: Tensor | None) -> Refusal | None:
     """If the cache has scales: AITER does not saturate what is too large for codes."""
     return unsupported("AITER's write, which does not saturate codes,", **scales)
+
+
+def foreign_cache(
+    platform: Platform, q: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Refusal | None:
+    """Unless both caches are in the dtype of q, or in codes that the machine computes with."""
+    codes = FP8_OF[platform.arch]
+    if v_cache.dtype == k_cache.dtype and k_cache.dtype in (q.dtype, codes):
+        return None
+    return Refusal(
+        "dtype",
+        f"the cache is {k_cache.dtype}, the query {q.dtype}: AITER takes one like it, or {codes}",
+    )
 
 
 def coded(*scales: Tensor | None, **caches: Tensor) -> Refusal | None:

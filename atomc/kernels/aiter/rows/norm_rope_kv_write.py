@@ -1,8 +1,8 @@
-"""The norms of queries and keys, rotary positions and the write into a paged cache in one Triton
-kernel of AITER's.
+"""The norms of queries and keys, rotary positions and the write into a cache in one HIP kernel of
+AITER's, which writes codes, too: under one scale for the cache, clamped.
 
-q, k and v are parts of one projection's rows. AITER multiplies by 1 + weight: it gets the weight
-less one, in fp32.
+q, k and v are parts of one projection's rows, or are joined. The tables have one number a pair, the
+cosines of a token beside its sines. AITER reads the scales on the host.
 """
 
 import torch
@@ -11,27 +11,23 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal, same_sizes
 from atomc.kernels.aiter.library import Function, installed
-from atomc.kernels.aiter.rows.kv_write import odd_blocks, odd_heads, scaled, unpaged
-from atomc.kernels.aiter.rows.rope import moving, not_by_token
-from atomc.kernels.checks import first_refusal, named, unlike
+from atomc.kernels.aiter.rows.kv_write import foreign_cache, odd_blocks, odd_heads, unpaged
+from atomc.kernels.aiter.rows.rope import not_by_token
+from atomc.kernels.checks import first_refusal, named, scattered_blocks, strided, unlike
 from atomc.ops.formats import HALVES
-from atomc.ops.op import Prepared, Refusal
+from atomc.ops.op import Refusal
 
-fused_qkv_split_qk_norm_rope_cache = Function(
-    "fused_qkv_split_qk_norm_rope_cache",
-    "aiter.ops.triton.rope.fused_qkv_split_qk_norm_rope_cache",
-    takes=["reuse_freqs_front_part", "eps", "kv_cache_layout"],
+fused_qk_norm_rope_cache_pts_quant_shuffle = Function(
+    "fused_qk_norm_rope_cache_pts_quant_shuffle",
+    "aiter",
+    takes=["qkv", "use_shuffle_layout", "rotary_dim"],
 )
+WIDTHS = (64, 128, 256)
+LANES = 32  # that share a head
+PIECE = 16  # bytes, in the shuffled layout
 
 
-def _less_one(weight: Tensor) -> Prepared:
-    """The weight as AITER wants it of norms that multiply by it, and of those that multiply by 1 +
-    weight.
-    """
-    return Prepared((weight.detach().to(torch.float32) - 1.0, weight.detach().clone()))
-
-
-def _share_rows(*parts: Tensor) -> bool:
+def share_rows(*parts: Tensor) -> bool:
     """Whether these [T, heads, D] of one dtype follow each other in the rows of one tensor."""
     first = parts[0]
     at = first.storage_offset()
@@ -48,84 +44,139 @@ def _share_rows(*parts: Tensor) -> bool:
     return True
 
 
-def _rows_of(*parts: Tensor) -> Tensor:
+def rows_of(*parts: Tensor) -> Tensor:
     """The rows [T, columns] that hold them, without a copy where there are such rows."""
-    if _share_rows(*parts):
+    if share_rows(*parts):
         columns = sum(part.shape[1] * part.shape[2] for part in parts)
         return parts[0].as_strided((parts[0].shape[0], columns), (parts[0].stride(0), 1))
     return torch.cat([part.flatten(1) for part in parts], 1)
 
 
-def _separate(q: Tensor, k: Tensor, v: Tensor) -> Refusal | None:
-    if _share_rows(q, k, v):
-        return None
-    return Refusal(
-        "layout",
-        "q, k and v do not follow each other in one row, as a merged projection leaves them",
-    )
+def _unfused(q: Tensor, cos: Tensor, norm_style: str, rope_style: str) -> Refusal | None:
+    if norm_style == "one_plus":
+        return Refusal("argument", "AITER's kernel multiplies by the weight, not by one more")
+    if rope_style != "half":
+        return Refusal(
+            "argument",
+            f"AITER's kernel rotates halves by one number of the tables a pair, not {rope_style!r}",
+        )
+    width, rotated = q.shape[-1], 2 * cos.shape[-1]
+    if width not in WIDTHS:
+        return Refusal("shape", f"heads of {width}: AITER's kernel is written for {WIDTHS}")
+    # A lane finds the other of each of its pairs in one other lane.
+    if rotated // 2 % (width // LANES):
+        return Refusal(
+            "shape",
+            f"{rotated} of {width} columns rotate: a half is no multiple of {width // LANES}",
+        )
+    return None
 
 
-def _unlike_weights(
-    q: Tensor, q_weight: Tensor, k_weight: Tensor, norm_style: str
-) -> Refusal | None:
-    if norm_style != "after":
+def _scaled_values(q: Tensor, k_cache: Tensor, k_scale: Tensor | None) -> Refusal | None:
+    if k_scale is None or k_cache.dtype != q.dtype:
         return None
-    return unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight)
+    return Refusal("argument", "AITER's kernel scales codes alone")
+
+
+# Why `written` does not serve these, whatever the layout of the caches.
+unwritable = first_refusal(
+    installed(fused_qk_norm_rope_cache_pts_quant_shuffle),
+    named("q k v cos sin", unlike, HALVES),
+    lambda q, q_weight, k_weight: unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight),
+    foreign_cache,
+    _scaled_values,
+    odd_heads,
+    _unfused,
+    named("q_weight k_weight", strided),
+    not_by_token,
+)
+
+
+def tables_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables [T, R] of all layers, and the row of each token."""
+    tables = torch.cat((cos, sin), -1).flatten(0, 1)
+    return tables, torch.arange(tables.shape[0], device=cos.device)
+
+
+TABLES = ops.Shared(tables_of, ("cos", "sin"), lambda: ())
+
+
+def written(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    tables: Tensor,
+    rows: Tensor,
+    *,
+    shuffled: bool,
+) -> tuple[Tensor, Tensor]:
+    """qk_norm_rope_kv_write by `tables_of`. shuffled: the layout of the caches."""
+    out = q.new_empty(q.shape)
+    if q.numel():
+        one = torch.ones(1)  # read on the host, where nothing is scaled, too
+        fused_qk_norm_rope_cache_pts_quant_shuffle(
+            rows_of(q, k, v).contiguous(),
+            q_weight,
+            k_weight,
+            tables,
+            rows,
+            q.shape[0],
+            q.shape[1],
+            k.shape[1],
+            v.shape[1],
+            q.shape[2],
+            True,
+            eps,
+            out,
+            k_cache,
+            v_cache,
+            slots,
+            one if k_scale is None else k_scale,
+            one if v_scale is None else v_scale,
+            None,
+            None,
+            False,
+            shuffled,
+            k_cache.shape[1],
+            PIECE // k_cache.dtype.itemsize,
+            tables.shape[1],
+        )
+    return out, out.new_empty((0,))
 
 
 @ops.qk_norm_rope_kv_write.kernel(
     "aiter",
     layout="paged",
     refuses=first_refusal(
-        installed(fused_qkv_split_qk_norm_rope_cache),
-        named("q cos sin k_cache", unlike, HALVES),
-        _unlike_weights,
-        named("k_scale v_scale", scaled),
-        moving,
-        odd_heads,
-        _separate,
-        not_by_token,
+        unwritable,
         lambda k_cache: odd_blocks(k_cache),
         unpaged,
+        lambda k_cache, v_cache: scattered_blocks(k_cache, v_cache),
     ),
     rounds="once",
-    prepare={"q_weight": _less_one, "k_weight": _less_one},
+    shared=TABLES,
 )
 def qk_norm_rope_kv_write(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_weight: tuple[Tensor, Tensor],
-    k_weight: tuple[Tensor, Tensor],
-    cos: Tensor,
-    sin: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
     eps: float,
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    norm_style: str,
-    rope_style: str,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    shared: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    if not q.numel():
-        return q.new_empty(q.shape), q.new_empty((0,))
-    style = norm_style == "one_plus"
-    positions = torch.arange(q.shape[0], device=q.device)  # token t has row t of the tables
-    rotated, _, _ = fused_qkv_split_qk_norm_rope_cache(
-        _rows_of(q, k, v),
-        q_weight[style],
-        k_weight[style],
-        cos.flatten(0, 1),
-        sin.flatten(0, 1),
-        positions,
-        k_cache,
-        v_cache,
-        slots,
-        q.shape[1],
-        k.shape[1],
-        q.shape[2],
-        rope_style != "gptj",
-        reuse_freqs_front_part=rope_style != "neox",
-        eps=eps,
-        kv_cache_layout="NHD",
-    )
-    return rotated, rotated.new_empty((0,))
+    cache = k_cache, v_cache, slots, k_scale, v_scale
+    return written(q, k, v, q_weight, k_weight, eps, *cache, *shared, shuffled=False)
