@@ -28,7 +28,6 @@ from atomc.passes.fuse import (
     allreduce_norm_quant,
     bmm_kv_write,
     conv_delta_rule,
-    half_tables,
     kv_write,
     linear_gated,
     linear_route,
@@ -44,6 +43,7 @@ from atomc.passes.fuse import (
     quantizers_before_views,
     static_cache,
     sums_behind_views,
+    write_forms,
 )
 from atomc.passes.merge import counters, linears, shared_expert
 from atomc.passes.recognize import (
@@ -223,8 +223,8 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(kv_write.QK_NORM_ROPE_KV_WRITE, after=["bind_state"], paged=True),
     rewriting(kv_write.ROPE_KV_WRITE, after=["bind_state"], paged=True),
     Pass(
-        half_tables.NAME,
-        half_tables.half_tables,
+        write_forms.NAME,
+        write_forms.write_forms,
         after=["rotary_tables", "qk_norm_rope_kv_write", "rope_kv_write"],
         paged=True,
         cleanup=True,

@@ -14,7 +14,7 @@ from atomc.platform import Platform
 from atomc.rewriting.graph_pass import Context, Pass
 from atomc.rewriting.rewrite import Fired
 
-NAMES = ("tidy", "bind_state", "qk_norm_rope_kv_write", "rope_kv_write", "half_tables")
+NAMES = ("tidy", "bind_state", "qk_norm_rope_kv_write", "rope_kv_write", "write_forms")
 
 
 def paged_graph(

@@ -5,7 +5,7 @@ from mutations import Bug
 KERNELS = "atomc/kernels/aiter"
 GUARDS = "tests/kernels/aiter/test_aiter_state_guards.py"
 LAYOUTS = "tests/kernels/aiter/test_aiter_layouts.py"
-HALF, HALVES = "atomc/passes/fuse/half_tables.py", "tests/passes/test_half_tables.py"
+FORMS, OF_FORMS = "atomc/passes/fuse/write_forms.py", "tests/passes/test_write_forms.py"
 
 
 def values(name: str) -> str:
@@ -203,11 +203,13 @@ BUGS = [
         values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
     ),
     # what half of a table is
-    Bug(HALF, "known_equal(rows.shape[-1], width)", "True", HALVES),
-    Bug(HALF, "(*steps, rows.storage_offset())", "(rows.storage_offset(),)", HALVES),
-    Bug(HALF, "(*steps, rows.storage_offset())", "steps", HALVES),
-    Bug(HALF, "and known_equal(rows.stride(-1), 1)", "", HALVES),
-    Bug(HALF, "context.first(node) is kernel", "False", HALVES),
+    Bug(FORMS, "known_equal(rows.shape[-1], width)", "True", OF_FORMS),
+    Bug(FORMS, "(*steps, rows.storage_offset())", "(rows.storage_offset(),)", OF_FORMS),
+    Bug(FORMS, "(*steps, rows.storage_offset())", "steps", OF_FORMS),
+    Bug(FORMS, "and known_equal(rows.stride(-1), 1)", "", OF_FORMS),
+    Bug(FORMS, "context.first(node) is kernel or", "", OF_FORMS),
+    Bug(FORMS, "(_without_batch, _with_half_tables, _with_both)", "(_with_half_tables,)", OF_FORMS),
+    Bug(FORMS, '("q", "k", "v", "cos", "sin")', '("q", "k", "v")', OF_FORMS),
     bug(
         "attention/shuffled_unfused",
         "return rope(q, cos, sin, rope_style), token",

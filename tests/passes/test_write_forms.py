@@ -1,5 +1,5 @@
-"""Calls rotate by half of tables whose halves are known to be equal, where another kernel serves
-that.
+"""Writes to the cache get the form of arguments that another kernel serves: no batch of one, and
+half of tables whose halves are known to be equal.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,17 @@ def by_token(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def style_after_passes(
-    tables: Tables, platform: str = "gfx950", kv_cache_dtype: str = "auto"
+    tables: Tables, platform: str = "gfx950", kv_cache_dtype: str = "auto", batch: bool = False
 ) -> str:
-    """Of a write by these tables."""
+    """Of a write by these tables. batch: of one, which is gone where the style has changed."""
 
     def function(qkv: Tensor, positions: Tensor, inv_freq: Tensor, kv: Tensor) -> Tensor:
         heads = qkv.split([4 * WIDTH, 2 * WIDTH, 2 * WIDTH], -1)
         q, k, v = (part.unflatten(-1, (-1, WIDTH)) for part in heads)
-        q, k = ops.qk_norm_rope(q, k, WEIGHT, WEIGHT, *tables(positions, inv_freq), 1e-6)
+        cos, sin = tables(positions, inv_freq)
+        if batch:
+            q, k, v, cos, sin = (x[None] for x in (q, k, v, cos, sin))
+        q, k = ops.qk_norm_rope(q, k, WEIGHT, WEIGHT, cos, sin, 1e-6)
         return ops.attention(q, k, v, kv, scale=WIDTH**-0.5)
 
     torch.manual_seed(0)
@@ -47,14 +50,16 @@ def style_after_passes(
     [line] = [line for line in traced.text.splitlines() if "kv_write" in line]
     style = "half" if "'half'" in line else "neox"
     assert f"{style!r}" in line
-    # No slice is left that no kernel reads.
+    # No view is left that no kernel reads.
     assert traced.text.count("slice(") == HALVES_SLICED[style]
+    assert traced.text.count(" squeeze(") == (5 if batch and style == "half" else 0)
     return style
 
 
+@pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_the_first_half_is_enough_for_aiter(kv_cache_dtype: str) -> None:
-    assert style_after_passes(by_token, kv_cache_dtype=kv_cache_dtype) == "half"
+def test_the_first_half_is_enough_for_aiter(kv_cache_dtype: str, batch: bool) -> None:
+    assert style_after_passes(by_token, kv_cache_dtype=kv_cache_dtype, batch=batch) == "half"
 
 
 def test_a_rotation_by_one_of_equal_halves_has_the_same_bits() -> None:
@@ -63,8 +68,10 @@ def test_a_rotation_by_one_of_equal_halves_has_the_same_bits() -> None:
     assert torch.equal(ops.rope(x, cos, sin, "neox"), ops.rope(x, *halves, "half"))
 
 
-def test_tables_stay_where_the_kernel_is_the_same() -> None:
-    assert style_after_passes(by_token, "h200") == style_after_passes(by_token, "cpu") == "neox"
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_form_stays_where_the_kernel_is_the_same(batch: bool) -> None:
+    for platform in ("h200", "cpu"):
+        assert style_after_passes(by_token, platform, batch=batch) == "neox"
 
 
 def straddling(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
