@@ -84,7 +84,11 @@ class Selection:
             self.order = [name for name in _all_providers() if name not in ours] + self.order
 
     def fix_layout(self, graph_nodes: list[Node]) -> str | None:
-        """Choose the first layout that every reader and writer of state in the graph can use."""
+        """Choose the layout in which all readers and writers of state in the graph have kernels,
+        with the least launches; of equals the one that the kernels of the first reader prefer.
+
+        An audit compares with references, so that its layout is one that they read.
+        """
         users = [
             node
             for node in graph_nodes
@@ -95,14 +99,20 @@ class Selection:
         users.sort(
             key=lambda node: bool(called_op(node).mutates)
         )  # readers first: they take most time
-        usable = [self._layouts(node) for node in users]
-        candidates = list(dict.fromkeys(chain.from_iterable(usable)))
-        for layout in candidates:
-            if self.options.layout in (None, layout) and all(
-                layout in layouts for layouts in usable
-            ):
-                self.layout = layout
-                return layout
+        launches = [self._launches(node) for node in users]
+        candidates = list(dict.fromkeys(chain.from_iterable(launches)))
+        common = [
+            layout
+            for layout in candidates
+            if self.options.layout in (None, layout)
+            and all(layout in of_node for of_node in launches)
+            and not (self.options.audit and self.options.layout is None and _is_shuffled(layout))
+        ]
+        if common:
+            self.layout = min(
+                common, key=lambda layout: sum(of_node[layout] for of_node in launches)
+            )
+            return self.layout
         if self.options.layout is not None:
             raise OptionsError(
                 f"option layout={self.options.layout!r}: no kernel reads and writes it on "
@@ -117,13 +127,15 @@ class Selection:
             f"no state layout of {candidates} has a reader and a writer on {self.platform.name}"
         )
 
-    def _layouts(self, node: Node) -> list[str]:
-        """The layouts of state that kernels for this node support, in order of preference."""
-        return [
-            kernel.layout
-            for kernel in self._ranked(called_op(node))
-            if kernel.layout and not self._refuses(kernel, node)
-        ]
+    def _launches(self, node: Node) -> dict[str, int]:
+        """The layouts of state that kernels for this node support, in order of preference, each
+        with the launches of the first of them.
+        """
+        launches: dict[str, int] = {}
+        for kernel in self._ranked(called_op(node)):
+            if kernel.layout and kernel.layout not in launches and not self._refuses(kernel, node):
+                launches[kernel.layout] = kernel.launches
+        return launches
 
     def choose(self, node: Node) -> Kernel | None:
         """The kernel for this node, None for the op's reference. Records the choice and all
@@ -146,7 +158,9 @@ class Selection:
                 f"{self.platform.name}: "
                 f"{_spelled(refused)}"
             )
-        if op.mutates or (self._shuffled() and any(kernel.layout for kernel in op.kernels)):
+        if op.mutates or (
+            _is_shuffled(self.layout) and any(kernel.layout for kernel in op.kernels)
+        ):
             raise ValueError(
                 f"{op.name}: no kernel serves it on {self.platform.name}: {_spelled(refused)}"
             )
@@ -265,10 +279,6 @@ class Selection:
             or self._unpreparable(kernel, nodes)
         )
 
-    def _shuffled(self) -> bool:
-        """Whether the references of ops cannot read the state."""
-        return self.layout in LAYOUTS and LAYOUTS[self.layout].shuffled
-
     def _other_layout(self, kernel: Kernel) -> Refusal | None:
         if self.layout is None or kernel.layout in (None, self.layout):
             return None
@@ -344,6 +354,11 @@ def _second_halves(node: Node) -> list[Node]:
         for reader in dict.fromkeys(readers)
         if (op := op_of(reader.target)) and op.half_of and _first_half(reader) is node
     ]
+
+
+def _is_shuffled(layout: str | None) -> bool:
+    """Whether the references of ops cannot read the state."""
+    return layout in LAYOUTS and LAYOUTS[layout].shuffled
 
 
 def _spelled(refused: Sequence[tuple[str, Refusal]]) -> list[tuple[str, str]]:

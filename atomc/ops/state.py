@@ -316,6 +316,11 @@ def groups_of(specs: Sequence[StateSpec]) -> list[StateGroup]:
     ]
 
 
+def layout_of(specs: Sequence[StateSpec]) -> str | None:
+    """The layout of all state per token of a program; None without any."""
+    return next((spec.paging.layout for spec in specs if spec.paging), None)
+
+
 def block_size_of(specs: Sequence[StateSpec]) -> int | None:
     """Tokens per block in all groups of a program; None: a block has room for the longest
     sequence.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from atomc.encoder import compile_encoder
 from atomc.models.decoder import CausalLM
 from atomc.ops.inputs import TEXT, LoraShape, ModelInputs
+from atomc.ops.state import layout_of
 from atomc.options import Options
 from atomc.parallel.process_group import Place
 from atomc.parallel.stages import StageModel
@@ -109,6 +110,7 @@ class ProgramCompiler:
             before_free=check.record if check is not None else None,
             takes=self._takes,
         )
+        options = replace(options, layout=layout_of(main.specs))
         steps, report, encoder, adapters = dict[str, Program](), main.report, None, None
         if self._chose_eager:
             report.notes.append(EAGER_NOTE)
@@ -197,9 +199,10 @@ class ProgramCompiler:
             self.programs.hidden = self.programs.main
             return
         model = self.module if self.place.stage is None else StageModel(self.module)
+        options = replace(self._options, layout=layout_of(self.programs.main.specs))
         with self._traced():
             hidden = compile_model(
-                headless_model(model), self._options, owned=self.owned, takes=self._takes_images
+                headless_model(model), options, owned=self.owned, takes=self._takes_images
             )
         hidden.bind(caches)
         self.programs.hidden = hidden

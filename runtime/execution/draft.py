@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc.ops.inputs import ModelInputs
-from atomc.ops.state import StateSpec
+from atomc.ops.state import StateSpec, layout_of
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
@@ -80,7 +80,7 @@ def compile_draft(
 
     Raises ValueError if its state needs another window than each layer of the target.
     """
-    layout = next((spec.paging.layout for spec in target.specs if spec.paging), None)
+    layout = layout_of(target.specs)
     width, dtype = draft.hidden_size * len(draft.reads), draft.dtype
     options = replace(options, layout=layout, expert_load=False, expect={})
     takes = ModelInputs(hidden=(width, dtype), mrope=target.takes.mrope)

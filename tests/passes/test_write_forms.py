@@ -90,8 +90,16 @@ def overlapping(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-def every_second_column(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+def of_two_rows(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """Every second column of a row and the next one."""
+    more = torch.cat((positions, positions + 1))
     shape, steps = (TOKENS, 1, WIDTH), (2 * WIDTH, 2 * WIDTH, 2)
+    cos, sin = (table.as_strided(shape, steps) for table in made(more, inv_freq))
+    return cos, sin
+
+
+def half_of_a_wider_one(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    shape, steps = (TOKENS, 1, WIDTH), (2 * WIDTH, 2 * WIDTH, 1)
     twice = torch.cat((inv_freq, 2 * inv_freq))
     cos, sin = (table.as_strided(shape, steps) for table in made(positions, twice))
     return cos, sin
@@ -115,7 +123,7 @@ def computed(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     "tables",
-    [straddling, overlapping, every_second_column, pairs, one_of_half_width, computed],
+    [straddling, overlapping, of_two_rows, half_of_a_wider_one, pairs, one_of_half_width, computed],
 )
 def test_tables_whose_halves_may_differ_stay(tables: Tables) -> None:
     assert style_after_passes(tables) == "neox"

@@ -22,6 +22,7 @@ HERE = replace(Platform.named("gfx950"), here=True)
 FURTHER = {
     "paged_attention.paged_attention": ["long prompts, window"],
     "shuffled_attention.paged_attention": ["decode, heads of 128, padding"],
+    "shuffled_attention_gluon.paged_attention": ["native fp8, scales, sinks", "long prompts"],
     "norm_rope_kv_write.qk_norm_rope_kv_write": ["native fp8, 128, scales"],
     "shuffled_norm_rope_kv_write.qk_norm_rope_kv_write": ["native fp8, 128, scales"],
     "latent_attention.mla_absorbed_attention": ["3 heads of 512 + 64, prompts, as q"],

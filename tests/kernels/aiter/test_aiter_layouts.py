@@ -7,17 +7,20 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
-from torch import Tensor, nn
+import transformers
+from aiter_cases import KERNELS, cases, prepared
+from kernel_cases.draw import Draw
+from torch import Tensor
 
 import atomc
 from atomc import OptionsError, ops
+from atomc.kernels.aiter.library import Function
 from atomc.loading.create_model import create_model
+from atomc.ops.op import refusal
 from atomc.platform import Platform
 from atomc.testing.layouts import plain_order_kernel
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
     "vocab_size": 48,
     "hidden_size": 256,
     "intermediate_size": 64,
@@ -37,15 +40,21 @@ def gfx950(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Platform, "detect", staticmethod(lambda device_type=None: platform))
 
 
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    return create_model(CONFIG, torch.bfloat16).requires_grad_(False).eval()
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+STOCK: dict[str, Any] = {}  # Qwen3 of transformers, with a batch of one
 
 
-def generated(**options: Any) -> tuple[list[list[int]], set[str]]:
+def generated(name: dict[str, Any] = LLAMA, **options: Any) -> tuple[list[list[int]], set[str]]:
     """Tokens, and layouts of the cache."""
+    torch.manual_seed(0)
+    if name is STOCK:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG)).bfloat16()
+    else:
+        model = create_model(CONFIG | name, torch.bfloat16)
+    model.requires_grad_(False).eval()
     llm = atomc.LLM(
-        llama(),
+        model,
         max_model_len=64,
         enforce_eager=True,
         options={"glue": "eager", "strict": True, "cache": False, **options},
@@ -55,22 +64,63 @@ def generated(**options: Any) -> tuple[list[list[int]], set[str]]:
     return answers, {spec.paging.layout for spec in llm.program.specs if spec.paging}
 
 
+WRITTEN = "fused_qk_norm_rope_cache_pts_quant_shuffle"
+
+
 @pytest.mark.usefixtures("gfx950")
-def test_a_model_in_the_shuffled_layout_generates_the_tokens_of_a_paged_one() -> None:
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype", "functions"),
+    [
+        (LLAMA, "auto", {"fused_qk_rope_reshape_and_cache", "pa_fwd_asm", "unified_attention"}),
+        (QWEN3, "auto", {WRITTEN, "pa_fwd_asm", "unified_attention"}),
+        (QWEN3, "fp8", {WRITTEN, "pa_decode_gluon", "unified_attention"}),
+        (STOCK, "auto", {WRITTEN, "pa_fwd_asm", "flash_attn_varlen_func"}),
+        (STOCK, "fp8", {WRITTEN, "pa_decode_gluon", "unified_attention"}),
+    ],
+    ids=["llama", "qwen3", "qwen3 in fp8", "stock qwen3", "stock qwen3 in fp8"],
+)
+def test_a_model_in_the_shuffled_layout_generates_the_tokens_of_a_paged_one(
+    name: dict[str, Any], kv_cache_dtype: str, functions: set[str]
+) -> None:
+    options = {"kv_cache_dtype": kv_cache_dtype}
     with stand_ins.installed("gfx950") as called:
-        shuffled, layouts = generated(layout="shuffled")
-        functions = {name.rpartition(".")[2] for name in called}
+        tokens, layouts = generated(name, **options)
+        assert {function.rpartition(".")[2] for function in called} >= functions
     assert layouts == {"shuffled"}
-    written = "fused_qk_rope_reshape_and_cache"
-    assert functions >= {written, "pa_fwd_asm", "unified_attention"}
-    assert (shuffled, {"paged"}) == generated(providers=("torch",))
+    assert (tokens, {"paged"}) == generated(name, providers=("torch",), **options)
 
 
-@pytest.mark.rotating
-@pytest.mark.usefixtures("gfx950")
-def test_the_shuffled_layout_is_never_chosen_unasked() -> None:
+OF_LAYOUTS = {
+    name: kernel
+    for name, kernel in KERNELS.items()
+    if len({other.layout for other in ops.REGISTRY[kernel.op].kernels}) > 1
+}
+
+
+@pytest.mark.parametrize("name", OF_LAYOUTS)
+def test_a_kernel_launches_as_many_functions_as_the_choice_of_the_layout_counts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, here = OF_LAYOUTS[name], replace(Platform.named("gfx950"), here=True)
+    launched: list[str] = []
+    call = Function.__call__
+
+    def counted(function: Function, *args: Any, **kwargs: Any) -> Any:
+        if function.name != "get_recommended_splits":  # a number
+            launched.append(function.name)
+        return call(function, *args, **kwargs)
+
+    monkeypatch.setattr(Function, "__call__", counted)
     with stand_ins.installed("gfx950"):
-        assert generated()[1] == {"paged"}
+        for make in cases(kernel, "gfx950").values():
+            given = make(Draw(torch.bfloat16, layout=kernel.layout or "paged"))
+            rows = given.get("q", given.get("k"))
+            if not 0 < rows.numel() < 20_000 or refusal(kernel, here, given):
+                continue
+            kernel.function(**prepared(kernel, given))
+            assert len(launched) == kernel.launches, launched
+            return
+    raise AssertionError("it refuses all small cases")
 
 
 def test_other_machines_have_no_shuffled_layout() -> None:

@@ -405,6 +405,30 @@ CASES: dict[str, tuple[str, Make]] = {
         "shuffled_kv_write.kv_write",
         lambda draw: written(draw, [range(5, 9)], width=12),
     ),
+    "Gluon, window of one key": (
+        "shuffled_attention_gluon.paged_attention",
+        lambda draw: paged(draw, [(40, 40)], window=1),
+    ),
+    "Gluon, heads of 512": (
+        "shuffled_attention_gluon.paged_attention",
+        lambda draw: paged(draw, [(40, 40)], width=512, heads=(2, 1)),
+    ),
+    **{
+        f"{of}, scales of 16 bits": (
+            f"{module}.paged_attention",
+            lambda draw: paged(draw, [(1, 5)], width=128) | cache_scales(draw),
+        )
+        for of, module in (
+            ("assembly", "shuffled_attention"),
+            ("Gluon", "shuffled_attention_gluon"),
+        )
+    },
+    "assembly, codes": (
+        "shuffled_attention.paged_attention",
+        lambda draw: (
+            paged(draw, [(1, 5)], width=128, cache=torch.float8_e4m3fn) | cache_scales(draw)
+        ),
+    ),
     **{
         f"norm and rotation, {what}": (
             "norm_rope_kv_write.qk_norm_rope_kv_write",

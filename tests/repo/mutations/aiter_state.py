@@ -5,6 +5,7 @@ from mutations import Bug
 KERNELS = "atomc/kernels/aiter"
 GUARDS = "tests/kernels/aiter/test_aiter_state_guards.py"
 LAYOUTS = "tests/kernels/aiter/test_aiter_layouts.py"
+CHOICE = "tests/compiler/test_layouts.py"
 FORMS, OF_FORMS = "atomc/passes/fuse/write_forms.py", "tests/passes/test_write_forms.py"
 
 
@@ -46,8 +47,8 @@ BUGS = [
     # of prompts, over gathered keys
     bug(
         "attention/paged_attention",
-        "v_cache.flatten(0, 1).index_select",
-        "k_cache.flatten(0, 1).index_select",
+        "for cache in (k_cache, v_cache)",
+        "for cache in (k_cache, k_cache)",
         values("paged_attention.paged_attention"),
     ),
     bug(
@@ -79,6 +80,18 @@ BUGS = [
         "+ position % block_size",
         "+ key % block_size",
         values("paged_attention.paged_attention"),
+    ),
+    bug(
+        "attention/shuffled_cache",
+        "keys[block, :, :, offset]",
+        "keys[block, :, :, place]",
+        values("shuffled_attention.paged_attention"),
+    ),
+    bug(
+        "attention/shuffled_cache",
+        "values[block, :, piece, :, place]",
+        "values[block, :, place, :, piece]",
+        values("shuffled_attention.paged_attention"),
     ),
     # over pages
     bug(
@@ -202,7 +215,9 @@ BUGS = [
         "shuffled=False",
         values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
     ),
-    # what half of a table is
+    # the choice of the layout, and what half of a table is
+    Bug("atomc/compiler/select.py", "self.layout = min(", "self.layout = max(", CHOICE),
+    Bug("atomc/compiler/select.py", "not (self.options.audit and", "not (False and", CHOICE),
     Bug(FORMS, "known_equal(rows.shape[-1], width)", "True", OF_FORMS),
     Bug(FORMS, "(*steps, rows.storage_offset())", "(rows.storage_offset(),)", OF_FORMS),
     Bug(FORMS, "(*steps, rows.storage_offset())", "steps", OF_FORMS),
@@ -221,6 +236,12 @@ BUGS = [
         "rms_norm(k, k_weight, eps, norm_style)",
         "rms_norm(k, q_weight, eps, norm_style)",
         values("shuffled_unfused.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "attention/shuffled_attention_gluon",
+        "key_scale=k_scale,",
+        "key_scale=v_scale,",
+        values("shuffled_attention_gluon.paged_attention"),
     ),
     bug(
         "attention/shuffled_attention_gluon",

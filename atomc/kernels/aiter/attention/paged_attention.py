@@ -8,6 +8,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.attention.attention import single_key
+from atomc.kernels.aiter.attention.shuffled_cache import gathered_from_pieces
 from atomc.kernels.aiter.attention.unified_attention import attended, unattended
 from atomc.kernels.aiter.library import Function, installed
 from atomc.kernels.checks import (
@@ -32,17 +33,23 @@ WIDEST = 256
 KEYS_PER_ROW = 4
 
 
+# Why AITER's kernels for dense keys do not serve these.
+ungathered = first_refusal(
+    installed(flash_attn_varlen_func),
+    single_key,
+    lambda q, v_cache: unaligned_heads(q, v_cache, WIDEST),
+)
+
+
 @ops.paged_attention.kernel(
     "aiter",
     layout="paged",
     refuses=first_refusal(
-        installed(flash_attn_varlen_func),
-        single_key,
+        ungathered,
         unattended,
         lambda q, k_cache: unlike((q.dtype,), k_cache=k_cache),
         # Its assembly does not look at sinks, and is not told apart.
         named("sinks k_scale", unsupported, "AITER's attention"),
-        lambda q, v_cache: unaligned_heads(q, v_cache, WIDEST),
         lambda k_cache: scattered_blocks(k_cache),
     ),
 )
@@ -57,21 +64,51 @@ def paged_attention(
     window: int,
     softcap: float,
 ) -> Tensor:
+    step = query_start, seq_lens, block_tables
+    return attended_prompts(q, k_cache, v_cache, *step, scale, window, softcap)
+
+
+def attended_prompts(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    *,
+    shuffled: bool = False,
+) -> Tensor:
+    """paged_attention without sinks and scales, of steps with long prompts over gathered keys.
+    shuffled: the layout of the caches.
+    """
     rows = as_heads(q)
     room = block_tables.numel() * k_cache.shape[1]
     if rows.shape[0] <= seq_lens.shape[0] or not 0 < room <= KEYS_PER_ROW * rows.shape[0]:
-        step = query_start, seq_lens, block_tables
-        return attended(q, k_cache, v_cache, *step, scale=scale, window=window, softcap=softcap)
+        return attended(
+            q,
+            k_cache,
+            v_cache,
+            query_start,
+            seq_lens,
+            block_tables,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            shuffled=shuffled,
+        )
     key_start = torch.zeros_like(query_start)
     torch.cumsum(seq_lens, 0, dtype=key_start.dtype, out=key_start[1:])
     slots = slots_of_keys(key_start, block_tables, k_cache.shape[1])
+    gathered = gathered_from_pieces if shuffled else _gathered
     # Rows of no sequence stay 0.
     out = torch.zeros_like(rows, memory_format=torch.contiguous_format)
     with torch.no_grad():  # it is an autograd function
         flash_attn_varlen_func(
             rows,
-            k_cache.flatten(0, 1).index_select(0, slots),
-            v_cache.flatten(0, 1).index_select(0, slots),
+            *gathered(k_cache, v_cache, slots),
             query_start,
             key_start,
             rows.shape[0],
@@ -83,6 +120,12 @@ def paged_attention(
             out=out,
         )
     return out.view(q.shape)
+
+
+def _gathered(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [n, K, D] of these slots."""
+    keys, values = (cache.flatten(0, 1).index_select(0, slots) for cache in (k_cache, v_cache))
+    return keys, values
 
 
 def slots_of_keys(key_start: Tensor, block_tables: Tensor, block_size: int) -> Tensor:

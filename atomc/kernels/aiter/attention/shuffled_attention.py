@@ -1,5 +1,5 @@
 """Attention of decode steps over a shuffled cache in assembly, for heads of 128. Other steps take
-AITER's Triton kernels.
+AITER's kernels for long prompts, or those in Triton.
 """
 
 import math
@@ -7,15 +7,14 @@ import math
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.aiter.attention.paged_attention import attended_prompts, flash_attn_varlen_func
 from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views
-from atomc.kernels.aiter.attention.unified_attention import (
-    attended,
-    blank_padding,
-    unattended_shuffled,
-)
+from atomc.kernels.aiter.attention.unified_attention import blank_padding, unattended_shuffled
 from atomc.kernels.aiter.library import Function, installed
-from atomc.kernels.checks import first_refusal, named, strided, unsupported
+from atomc.kernels.aiter.rows.kv_write import scaled_values
+from atomc.kernels.checks import first_refusal, named, strided, unlike, unsupported
 from atomc.kernels.row_views import as_heads
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 
 pa_fwd_asm = Function("pa_fwd_asm", "aiter", takes=["Q", "K", "V"])
@@ -43,9 +42,12 @@ def _unwritten(q: Tensor, k_cache: Tensor, scale: float) -> Refusal | None:
     "aiter",
     layout="shuffled",
     refuses=first_refusal(
-        installed(pa_fwd_asm),
+        installed(pa_fwd_asm, flash_attn_varlen_func),
         _unwritten,
         named("sinks window softcap", unsupported, "AITER's assembly"),
+        # Of codes it reads a scale a token and head, which the cache does not have.
+        named("q k_cache v_cache", unlike, HALVES),
+        scaled_values,
         unattended_shuffled,
         named("block_tables", strided),
     ),
@@ -71,4 +73,4 @@ def paged_attention(
         blank_padding(out, query_start, seq_lens)
         return out.view(q.shape)
     step = query_start, seq_lens, block_tables
-    return attended(q, k_cache, v_cache, *step, scale=scale, shuffled=True)
+    return attended_prompts(q, k_cache, v_cache, *step, scale, shuffled=True)

@@ -1,11 +1,12 @@
-"""Attention of decode steps over a shuffled cache in Gluon, with sinks and windows. Other steps
-take AITER's Triton kernels.
+"""Attention of decode steps over a shuffled cache in Gluon, with sinks, windows and codes. Other
+steps take AITER's kernels for long prompts, or those in Triton.
 """
 
 import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.aiter.attention.paged_attention import attended_prompts, ungathered
 from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views
 from atomc.kernels.aiter.attention.unified_attention import (
     attended,
@@ -13,6 +14,7 @@ from atomc.kernels.aiter.attention.unified_attention import (
     unattended_shuffled,
 )
 from atomc.kernels.aiter.library import Function, installed
+from atomc.kernels.aiter.rows.kv_write import scaled_values
 from atomc.kernels.checks import first_refusal, named, too_wide, unsupported
 from atomc.kernels.row_views import as_heads
 
@@ -31,6 +33,8 @@ MOST_SHARING = 64  # query heads that share a key head
             q.shape[-2] // k_cache.shape[2], MOST_SHARING, "groups of heads"
         ),
         named("softcap", unsupported, "AITER's Gluon kernel"),
+        scaled_values,
+        ungathered,
         unattended_shuffled,
     ),
 )
@@ -42,6 +46,8 @@ def paged_attention(
     seq_lens: Tensor,
     block_tables: Tensor,
     sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     scale: float,
     window: int,
 ) -> Tensor:
@@ -49,6 +55,8 @@ def paged_attention(
     if rows.numel() and rows.shape[0] == seq_lens.shape[0]:
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         keys, values = shuffled_views(k_cache, v_cache)
+        if k_scale is None and k_cache.dtype != q.dtype:  # it knows codes by their scales
+            k_scale = v_scale = q.new_ones(1, dtype=torch.float32)
         pa_decode_gluon(
             out,
             rows.contiguous(),
@@ -60,6 +68,8 @@ def paged_attention(
             1,
             get_recommended_splits(rows.shape[0], keys.shape[1]),
             compute_type=q.dtype,
+            key_scale=k_scale,
+            value_scale=v_scale,
             sinks=sinks,
             # AITER counts the place behind the last key to the window.
             sliding_window=window + 1 if window else 0,
@@ -68,4 +78,7 @@ def paged_attention(
         blank_padding(out, query_start, seq_lens)
         return out.view(q.shape)
     step = query_start, seq_lens, block_tables
-    return attended(q, k_cache, v_cache, *step, sinks, scale=scale, window=window, shuffled=True)
+    if sinks is None and k_cache.dtype == q.dtype:
+        return attended_prompts(q, k_cache, v_cache, *step, scale, window, shuffled=True)
+    operands = q, k_cache, v_cache, *step, sinks, k_scale, v_scale
+    return attended(*operands, scale=scale, window=window, shuffled=True)

@@ -23,6 +23,14 @@ def shuffled_views(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
+def gathered_from_pieces(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [n, K, D] of these slots of shuffled caches."""
+    keys, values = shuffled_views(k_cache, v_cache)
+    block, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
+    piece, place = offset // keys.shape[-1], offset % keys.shape[-1]
+    return keys[block, :, :, offset].flatten(-2), values[block, :, piece, :, place]
+
+
 def unshuffled(k_cache: Tensor, v_cache: Tensor) -> Refusal | None:
     """Why these cannot be caches in pieces of 16 bytes. A block has 16 tokens, or several times as
     many.

@@ -30,7 +30,9 @@ def _refuse_rope_kv_write(
     )
 
 
-@ops.rope_kv_write.kernel("aiter", layout="shuffled", refuses=_refuse_rope_kv_write, rounds="once")
+@ops.rope_kv_write.kernel(
+    "aiter", layout="shuffled", launches=3, refuses=_refuse_rope_kv_write, rounds="once"
+)
 def rope_kv_write(
     q: Tensor,
     k: Tensor,
@@ -69,7 +71,7 @@ def _refuse_qk_norm_rope_kv_write(
 
 
 @ops.qk_norm_rope_kv_write.kernel(
-    "aiter", layout="shuffled", refuses=_refuse_qk_norm_rope_kv_write, rounds="once"
+    "aiter", layout="shuffled", launches=5, refuses=_refuse_qk_norm_rope_kv_write, rounds="once"
 )
 def qk_norm_rope_kv_write(
     q: Tensor,

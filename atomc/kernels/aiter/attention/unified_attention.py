@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views
+from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views, unshuffled
 from atomc.kernels.aiter.library import Function, installed, unfit
 from atomc.kernels.aiter.rows.kv_write import foreign_cache, odd_blocks, odd_heads
 from atomc.kernels.checks import first_refusal, strided, unlike
@@ -72,7 +72,9 @@ def unattended(
 
 
 # Why `attended` does not serve these in the shuffled layout.
-unattended_shuffled = first_refusal(installed(shuffled_attention), odd_heads, unattended)
+unattended_shuffled = first_refusal(
+    installed(shuffled_attention), odd_heads, unattended, unshuffled
+)
 
 
 def attended(

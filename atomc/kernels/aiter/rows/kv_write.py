@@ -57,6 +57,17 @@ def foreign_cache(
     )
 
 
+def scaled_values(
+    q: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> Refusal | None:
+    """If a cache without codes has scales: AITER does not look at them."""
+    if k_cache.dtype != q.dtype:
+        return None
+    return unsupported(
+        "AITER's kernel, which scales codes alone,", k_scale=k_scale, v_scale=v_scale
+    )
+
+
 def coded(*scales: Tensor | None, **caches: Tensor) -> Refusal | None:
     """Unless the caches are bfloat16, without scales: AITER does not saturate what is too large for
     codes.

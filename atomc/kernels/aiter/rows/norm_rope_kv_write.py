@@ -11,7 +11,13 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal, same_sizes
 from atomc.kernels.aiter.library import Function, installed
-from atomc.kernels.aiter.rows.kv_write import foreign_cache, odd_blocks, odd_heads, unpaged
+from atomc.kernels.aiter.rows.kv_write import (
+    foreign_cache,
+    odd_blocks,
+    odd_heads,
+    scaled_values,
+    unpaged,
+)
 from atomc.kernels.aiter.rows.rope import not_by_token
 from atomc.kernels.checks import first_refusal, named, scattered_blocks, strided, unlike
 from atomc.ops.formats import HALVES
@@ -72,19 +78,13 @@ def _unfused(q: Tensor, cos: Tensor, norm_style: str, rope_style: str) -> Refusa
     return None
 
 
-def _scaled_values(q: Tensor, k_cache: Tensor, k_scale: Tensor | None) -> Refusal | None:
-    if k_scale is None or k_cache.dtype != q.dtype:
-        return None
-    return Refusal("argument", "AITER's kernel scales codes alone")
-
-
 # Why `written` does not serve these, whatever the layout of the caches.
 unwritable = first_refusal(
     installed(fused_qk_norm_rope_cache_pts_quant_shuffle),
     named("q k v cos sin", unlike, HALVES),
     lambda q, q_weight, k_weight: unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight),
     foreign_cache,
-    _scaled_values,
+    scaled_values,
     odd_heads,
     _unfused,
     named("q_weight k_weight", strided),

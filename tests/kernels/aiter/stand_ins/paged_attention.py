@@ -165,15 +165,26 @@ def pa_decode_gluon(
     """Into output [S, N, D], of the last token of each sequence, row s of query: over keys [blocks,
     K, D/x, block_size, x] and values [blocks, K, block_size/x, D, x]. The window ends behind the
     last key: it has one key less than sliding_window. Buffers are made where none are given. A row
-    of a sequence without tokens is garbage.
+    of a sequence without tokens is garbage. Codes are known by their scales, of which each is one
+    number or one a token and head.
     """
-    given = (query_scale, key_scale, value_scale, exp_sums, max_logits, temporary_output)
+    given = (query_scale, exp_sums, max_logits, temporary_output)
     if query_length != 1 or any(x is not None for x in (*given, alibi_slopes)):
         raise NotImplementedError("arguments that no lowering gives")
     assert query.shape[1] // key_cache.shape[1] <= 64, "equivalent_query_group_size exceeds 64"
     assert key_cache.dim() == 5 and output.dim() == query.dim() == 3
     assert key_cache.shape[3] in (16, 64, 1024), "kv_block_size"
-    assert query.dtype == output.dtype == key_cache.dtype == compute_type
+    assert query.dtype == output.dtype == compute_type
+    assert key_cache.dtype == value_cache.dtype and key_cache.dtype in (
+        query.dtype,
+        FP8[ARCH.get()],
+    )
+    scaled = key_scale is not None and value_scale is not None
+    if scaled != (key_cache.dtype != query.dtype):
+        raise RuntimeError("codes without scales are read in pieces of 8")
+    for scale in (key_scale, value_scale):
+        if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1):
+            raise NotImplementedError("a scale a token and head")
     if context_lengths.dtype != torch.int32 or block_tables.dtype != torch.int32:
         raise RuntimeError("the kernel reads int32")
     if not output.is_contiguous() or not query.is_contiguous():
@@ -182,7 +193,8 @@ def pa_decode_gluon(
         raise NotImplementedError("another way to split the keys")
     _, heads, pieces, block_size, piece = key_cache.shape
     keys, values = of_shuffled(key_cache, value_cache, heads, pieces * piece)
-    keys, values = keys.flatten(3), values.flatten(1, 2)
+    keys = keys.flatten(3).float() * one_or_none(key_scale)
+    values = values.flatten(1, 2).float() * one_or_none(value_scale)
     output.fill_(torch.nan)
     for s, length in enumerate(context_lengths.tolist()):
         if length:
