@@ -40,8 +40,8 @@ def no_scales(x: Tensor) -> Tensor:
 
 def _sent_by_dispatch(call: OpCall, processes: Formula) -> Formula:
     operands = (call.arguments[name] for name in ("x", "ids", "weights", "x_scale"))
-    own = bytes_of(operand for operand in operands if isinstance(operand, Operand))
-    return sent_to_gather(own, processes)
+    sent = bytes_of(operand for operand in operands if isinstance(operand, Operand))
+    return sent_to_gather(sent, processes)
 
 
 @op(kind=Kind.COLLECTIVE, rows=None, shape=_dispatch_shape, sent=_sent_by_dispatch)

@@ -50,7 +50,8 @@ def linear_gated(gm: GraphModule, context: Context) -> Iterator[Change]:
 
 def _activation(gate: OpCall) -> str | None:
     attributes = {name: x for name, x in gate.arguments.items() if isinstance(x, str)}
-    return next((name for name, known in GATES.items() if known == (gate.op, attributes)), None)
+    computes = gate.op, attributes
+    return next((name for name, computed in GATES.items() if computed == computes), None)
 
 
 def _halved(gate: OpCall) -> OpCall | None:

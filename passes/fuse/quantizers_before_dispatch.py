@@ -50,8 +50,8 @@ def _sent_for(node: Node) -> Node | None:
 def _move(node: Node, sent: Node) -> None:
     [tokens] = [user for user in sent.users if user.args[1] == 0]
     arguments, quantizer = arguments_of(sent), called_op(node)
-    own = {**arguments_of(node), "x": arguments["x"]}
-    codes, scale = insert(sent, quantizer.overload, **own), None
+    operands = {**arguments_of(node), "x": arguments["x"]}
+    codes, scale = insert(sent, quantizer.overload, **operands), None
     if quantizer is not ops.quant_fp8_static:
         codes, scale = (insert(sent, operator.getitem, codes, i) for i in (0, 1))
     sent.args, sent.kwargs = (), {**arguments, "x": codes, "x_scale": scale}

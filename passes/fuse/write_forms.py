@@ -96,8 +96,8 @@ def _repeats_angles(table: Node) -> bool:
     base, rows = storage(table), value(table)
     if base.target is not operator.getitem:
         return False
-    made = op_call(base.all_input_nodes[0])
-    if made is None or made.op is not ops.rotary_tables or made.arguments["style"] != "neox":
+    tables = op_call(base.all_input_nodes[0])
+    if tables is None or tables.op is not ops.rotary_tables or tables.arguments["style"] != "neox":
         return False
     width = value(base).shape[-1]
     steps = [

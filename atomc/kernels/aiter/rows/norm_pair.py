@@ -149,5 +149,5 @@ def rms_norm_pair_quant(
         written = e2m1_view(codes) if scheme == "mxfp4" else codes
         norms = x, y, x_weight, y_weight, eps, style, x_norm, y_norm
         _norm_pair(function, *norms, written, scales)
-    kept = none if x_norm is None else x_norm
-    return with_lead(codes, x), with_lead(scales, x), none, y.new_empty(0), kept, y_norm
+    x_norm = none if x_norm is None else x_norm
+    return with_lead(codes, x), with_lead(scales, x), none, y.new_empty(0), x_norm, y_norm
