@@ -6,6 +6,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.attention.shuffled_kv_write import kv_write, refuse_kv_write
+from atomc.kernels.aiter.library import unfit
 from atomc.kernels.aiter.rows.kv_write import apart
 from atomc.kernels.aiter.rows.norm import refuse_rms_norm, rms_norm
 from atomc.kernels.aiter.rows.rope import refuse_rope, rope
@@ -58,8 +59,8 @@ def _refuse_qk_norm_rope_kv_write(
     norm_style: str,
     **arguments: object,
 ) -> Refusal | None:
-    # The result is contiguous, and is to lie as q does.
-    if reason := apart(q=q):
+    # Before tensors are computed for each node. The result is contiguous, and is to lie as q does.
+    if reason := unfit(platform) or apart(q=q):
         return reason
     # Norms give contiguous rows.
     q, k = q.contiguous(), k.contiguous()

@@ -123,7 +123,8 @@ def _refuse_mla_kv_write(
     slots: Tensor,
     scale: Tensor | None,
 ) -> Refusal | None:
-    return unwritable_tokens(
+    # Before tensors are computed for each node.
+    return unfit(platform) or unwritable_tokens(
         platform, unbatched(kv_c, 2), unbatched(k_pe, 3), kv_cache, slots, scale
     )
 

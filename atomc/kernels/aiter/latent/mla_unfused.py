@@ -11,6 +11,7 @@ from atomc import ops
 from atomc.kernels.aiter.latent.head_product import quantized_linear_by_head, refuse_product
 from atomc.kernels.aiter.latent.latent_cache import unwritable_tokens, write_tokens
 from atomc.kernels.aiter.latent.latent_rows import Operands, latent_rows
+from atomc.kernels.aiter.library import unfit
 from atomc.kernels.aiter.rows.rope import refuse_rope, rope
 from atomc.kernels.row_views import with_lead
 from atomc.ops.op import Refusal
@@ -24,6 +25,8 @@ def _refuse_mla_rope_kv_write(
     scale: Tensor | None,
     **operands: Unpack[Operands],
 ) -> Refusal | None:
+    if reason := unfit(platform):  # before tensors are computed for each node
+        return reason
     rows = latent_rows(**operands)
     return unwritable_tokens(platform, rows.kv_c, rows.k_pe, kv_cache, slots, scale) or refuse_rope(
         platform, rows.q_pe, rows.cos, rows.sin, rows.style
