@@ -164,7 +164,7 @@ def _head_products(x: Tensor, weight: Tensor) -> Tensor:
     return (x.unsqueeze(-2) @ weight.transpose(-1, -2)).squeeze(-2)
 
 
-@op(kind=Kind.BMM, rows=None, cost=_linear_by_head_cost)
+@op(kind=Kind.BMM, rows=None, cost=_linear_by_head_cost, shape=rows_of_product)
 def quantized_linear_by_head(
     x: Tensor,
     weight: Tensor,
