@@ -80,12 +80,13 @@ def dispatch_tokens(
 
 
 def _gathered(x: Tensor, ranks: int, process_group: str) -> Tensor:
-    # Not every backend of torch.distributed knows fp8.
-    rows = x.contiguous().view(torch.uint8) if x.dtype.itemsize == 1 else x.contiguous()
+    rows, has_codes = x.contiguous(), x.dtype.itemsize == 1
+    if has_codes:  # not every backend of torch.distributed knows fp8
+        rows = rows.view(torch.uint8)
     gathered: Tensor = functional.wait_tensor(
         functional.all_gather_into_tensor(rows, ranks, process_group)
     )
-    return gathered.view(x.dtype)
+    return gathered.view(x.dtype) if has_codes else gathered
 
 
 @op(
