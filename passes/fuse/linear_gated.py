@@ -15,14 +15,17 @@ from torch.fx import GraphModule, Node
 
 from atomc import ops
 from atomc.graph.canonical import call, readers, value
-from atomc.graph.edit import insert
 from atomc.graph.op_call import OpCall, op_call
 from atomc.graph.sizes import known_equal
 from atomc.ops.activation import GATES
 from atomc.ops.op_traits import Kind
-from atomc.passes.fuse.one_provider import fuse, near_miss, preferred_parts
+from atomc.passes.fuse.one_provider import (
+    fuse,
+    insert_fused,
+    near_miss,
+    preferred_parts,
+)
 from atomc.rewriting.graph_pass import Change, Context
-from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.rewrite import Fired
 
 NAME = "linear_gated"
@@ -45,7 +48,7 @@ def linear_gated(gm: GraphModule, context: Context) -> Iterator[Change]:
         node.graph.erase_node(fused)
         if preferred is None:  # that a library multiplies many rows is no miss
             miss = partial(near_miss, NAME, parts)
-            yield Change(node, miss, partial(_fuse, linear, gate, activation, context))
+            yield Change(node, miss, partial(_fuse, linear, gate, activation))
 
 
 def _activation(gate: OpCall) -> str | None:
@@ -79,9 +82,9 @@ def _halved(gate: OpCall) -> OpCall | None:
 def _inserted(linear: OpCall, gate: OpCall, activation: str) -> Node:
     """The fused op in front of the gate."""
     operands = tuple(linear.arguments[name] for name in ("x", "weight", "bias"))
-    return insert(gate.node, ops.linear_gated.overload, *operands, activation)
+    return insert_fused(gate.node, ops.linear_gated, *operands, activation)
 
 
-def _fuse(linear: OpCall, gate: OpCall, activation: str, context: Context) -> Fired | NearMiss:
+def _fuse(linear: OpCall, gate: OpCall, activation: str) -> Fired:
     fused = _inserted(linear, gate, activation)
-    return fuse(NAME, fused, (linear.node, gate.node), {"activation": activation}, context)
+    return fuse(NAME, fused, (linear.node, gate.node), {"activation": activation})

@@ -19,7 +19,12 @@ from atomc import ops
 from atomc.graph.canonical import call, value
 from atomc.graph.op_call import OpCall, op_call
 from atomc.graph.strides import same_strides
-from atomc.passes.fuse.one_provider import fuse, near_miss
+from atomc.passes.fuse.one_provider import (
+    fuse,
+    insert_fused,
+    near_miss,
+    preferred_parts,
+)
 from atomc.rewriting.graph_pass import Change, Context
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
@@ -60,24 +65,21 @@ def _fuse(norm: OpCall, residual: Node, reader: Node, context: Context) -> Fired
     if not same_strides(value(norm.node), value(residual)):
         rows = "the norm and what it is added to with the same strides"
         return near_miss(NAME, parts, Difference("view", rows, "other strides", residual))
-    attrs = {name: norm.arguments[name] for name in ("eps", "style")}
-    return fuse(NAME, _inserted(norm, residual, reader), parts, attrs, context)
+    fused = _inserted(norm, residual, reader)
+    if preferred := preferred_parts(fused, parts, context):
+        fused.graph.erase_node(fused)
+        return near_miss(NAME, parts, preferred)
+    return fuse(NAME, fused, parts, {name: norm.arguments[name] for name in ("eps", "style")})
 
 
 def _inserted(norm: OpCall, residual: Node, reader: Node) -> Node:
     """The fused op in front of the reader, with the results of the reader."""
     x, weight, eps, style = (norm.arguments[name] for name in ("x", "weight", "eps", "style"))
     of_sum = op_call(reader)
-    with reader.graph.inserting_before(reader):
-        if of_sum is None:
-            return reader.graph.call_function(
-                ops.rms_norm_add.overload, (x, residual, weight, eps, style)
-            )
-        sum_weight, sum_eps, sum_style = (
-            of_sum.arguments[name] for name in ("weight", "eps", "style")
-        )
-        return reader.graph.call_function(
-            ops.rms_norm_add_rms_norm.overload,
-            (x, residual, weight, sum_weight, eps, sum_eps, style, sum_style),
-            {"keep_sum": of_sum.arguments["keep_sum"]},
-        )
+    if of_sum is None:
+        return insert_fused(reader, ops.rms_norm_add, x, residual, weight, eps, style)
+    sum_weight, sum_eps, sum_style, keep_sum = (
+        of_sum.arguments[name] for name in ("weight", "eps", "style", "keep_sum")
+    )
+    norms = weight, sum_weight, eps, sum_eps, style, sum_style
+    return insert_fused(reader, ops.rms_norm_add_rms_norm, x, residual, *norms, keep_sum=keep_sum)

@@ -3,12 +3,13 @@ of the parts, or Inductor, are preferred.
 """
 
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from atomc.graph.canonical import call, value
 from atomc.graph.edit import replace
 from atomc.graph.op_call import called_op
 from atomc.graph.provenance import inherited
-from atomc.ops.op import op_of
+from atomc.ops.op import Op, op_of
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
@@ -21,16 +22,19 @@ def near_miss(name: str, parts: Pair, difference: Difference) -> NearMiss:
     return NearMiss(name, "", parts[1], 2, 2, 0, [difference], {*parts})
 
 
-def fuse(name: str, fused: Node, parts: Pair, attrs: Attrs, context: Context) -> Fired | NearMiss:
-    """Replace the reader by `fused`, a new node in front of it. If its kernel is not preferred, it
-    is erased again.
-    """
+def insert_fused(reader: Node, op: Op, *args: Argument, **kwargs: Argument) -> Node:
+    """A call of the op in front of the reader, with the value of the reader."""
+    with reader.graph.inserting_before(reader):
+        fused = reader.graph.call_function(op.overload, args, kwargs)
+    fused.meta["val"] = value(reader)
+    return fused
+
+
+def fuse(name: str, fused: Node, parts: Pair, attrs: Attrs) -> Fired:
+    """Replace the reader by `fused`, which `insert_fused` has inserted."""
     reader = parts[1]
     consumed = tuple(call(part).op for part in parts)
-    fused.meta.update(inherited(parts, reader, name, consumed), val=value(reader))
-    if preferred := preferred_parts(fused, parts, context):
-        fused.graph.erase_node(fused)
-        return near_miss(name, parts, preferred)
+    fused.meta.update(inherited(parts, reader, name, consumed))
     replace(reader, fused)
     return Fired(name, reader, attrs, {*parts}, [fused], consumed)
 
