@@ -16,7 +16,7 @@ products, with the same roundings.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,9 +27,10 @@ from atomc import ops
 from atomc.graph.canonical import Value, value
 from atomc.graph.edit import infer, insert
 from atomc.graph.mutation import storage
-from atomc.graph.op_call import OpCall, op_call
+from atomc.graph.op_call import OpCall, arguments_of, op_call
 from atomc.graph.sizes import known_equal
 from atomc.graph.strides import Values, same_strides, spread_strides
+from atomc.ops.op import Kernel
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.rewrite import Fired
 
@@ -42,16 +43,21 @@ Arguments = Mapping[str, Argument]
 
 def write_forms(gm: GraphModule, context: Context) -> list[Fired]:
     """Change calls whose results stay where they were in memory."""
-    fired = []
+    fired: list[Fired] = []
     views: Views = {}
+    if context.first is None:
+        return fired
     for node in list(gm.graph.nodes):
+        called = op_call(node)
+        if called is None or "slots" not in called.arguments:
+            continue
+        kernel = context.first(node)
         # What one change makes possible may need the other one, too.
         for form in (_without_batch, _with_half_tables, _with_both):
-            called = op_call(node)
-            if called is not None and "slots" in called.arguments:
-                changed = form(node, called.arguments, views)
-                if changed and _changes_kernel(called, changed, context):
-                    fired.append(Fired(NAME, node))
+            changed = form(node, called.arguments, views)
+            if changed and _changes_kernel(called, changed, kernel, context.first):
+                called, kernel = OpCall(called.op, node, arguments_of(node)), context.first(node)
+                fired.append(Fired(NAME, node))
     for view in reversed(views.values()):
         if not view.users:
             gm.graph.erase_node(view)
@@ -112,16 +118,19 @@ def _repeats_angles(table: Node) -> bool:
     )
 
 
-def _changes_kernel(called: OpCall, changed: Arguments, context: Context) -> bool:
-    """Change arguments of a call if another kernel serves it then."""
-    if context.first is None:
-        return False
-    node, kernel = called.node, context.first(called.node)
+def _changes_kernel(
+    called: OpCall,
+    changed: Arguments,
+    kernel: Kernel | None,
+    first: Callable[[Node], Kernel | None],
+) -> bool:
+    """Change arguments of a call, which this kernel serves, if another one serves it then."""
+    node = called.node
     args, kwargs, before = node.args, node.kwargs, value(node)
     bound = called.bound(**changed)
     node.args, node.kwargs = bound.args, bound.kwargs
     infer(node)
-    if context.first(node) is kernel or not _lies_as(value(node), before):
+    if first(node) is kernel or not _lies_as(value(node), before):
         node.args, node.kwargs, node.meta["val"] = args, kwargs, before
         return False
     for part in [user for user in node.users if user.target is operator.getitem]:
