@@ -2,11 +2,18 @@
 kernel of AITER's.
 """
 
+from typing import Unpack
+
 from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.attention.shuffled_cache import unwritable as unwritable_cache
-from atomc.kernels.aiter.rows.norm_rope_kv_write import TABLES, unwritable, written
+from atomc.kernels.aiter.rows.norm_rope_kv_write import (
+    TABLES,
+    WriteOperands,
+    unwritable,
+    written,
+)
 from atomc.kernels.checks import first_refusal
 
 
@@ -18,18 +25,6 @@ from atomc.kernels.checks import first_refusal
     shared=TABLES,
 )
 def qk_norm_rope_kv_write(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    shared: tuple[Tensor, Tensor],
+    shared: tuple[Tensor, Tensor], **call: Unpack[WriteOperands]
 ) -> tuple[Tensor, Tensor]:
-    cache = k_cache, v_cache, slots, k_scale, v_scale
-    return written(q, k, v, q_weight, k_weight, eps, *cache, *shared, shuffled=True)
+    return written(*shared, shuffled=True, **call)

@@ -5,6 +5,8 @@ q, k and v are parts of one projection's rows, or are joined. The tables have on
 cosines of a token beside its sines. AITER reads the scales on the host.
 """
 
+from typing import TypedDict, Unpack
+
 import torch
 from torch import Tensor
 
@@ -101,31 +103,34 @@ def tables_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 TABLES = ops.Shared(tables_of, ("cos", "sin"), lambda: ())
 
 
+class WriteOperands(TypedDict):
+    """The arguments of qk_norm_rope_kv_write that AITER's kernel reads, but the tables."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
 def written(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    tables: Tensor,
-    rows: Tensor,
-    *,
-    shuffled: bool,
+    tables: Tensor, rows: Tensor, *, shuffled: bool, **call: Unpack[WriteOperands]
 ) -> tuple[Tensor, Tensor]:
     """qk_norm_rope_kv_write by `tables_of`. shuffled: the layout of the caches."""
+    q, k, v, k_cache = call["q"], call["k"], call["v"], call["k_cache"]
     out = q.new_empty(q.shape)
     if q.numel():
-        one = torch.ones(1)  # read on the host, where nothing is scaled, too
+        unscaled = torch.ones(1)  # read on the host, where nothing is scaled, too
         fused_qk_norm_rope_cache_pts_quant_shuffle(
             rows_of(q, k, v).contiguous(),
-            q_weight,
-            k_weight,
+            call["q_weight"],
+            call["k_weight"],
             tables,
             rows,
             q.shape[0],
@@ -134,13 +139,13 @@ def written(
             v.shape[1],
             q.shape[2],
             True,
-            eps,
+            call["eps"],
             out,
             k_cache,
-            v_cache,
-            slots,
-            one if k_scale is None else k_scale,
-            one if v_scale is None else v_scale,
+            call["v_cache"],
+            call["slots"],
+            unscaled if call["k_scale"] is None else call["k_scale"],
+            unscaled if call["v_scale"] is None else call["v_scale"],
             None,
             None,
             False,
@@ -165,18 +170,6 @@ def written(
     shared=TABLES,
 )
 def qk_norm_rope_kv_write(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    shared: tuple[Tensor, Tensor],
+    shared: tuple[Tensor, Tensor], **call: Unpack[WriteOperands]
 ) -> tuple[Tensor, Tensor]:
-    cache = k_cache, v_cache, slots, k_scale, v_scale
-    return written(q, k, v, q_weight, k_weight, eps, *cache, *shared, shuffled=False)
+    return written(*shared, shuffled=False, **call)
