@@ -103,29 +103,31 @@ class Selection:
         candidates = list(dict.fromkeys(chain.from_iterable(launches)))
         common = [
             layout
-            for layout in candidates
-            if self.options.layout in (None, layout)
-            and all(layout in of_node for of_node in launches)
-            and not (self.options.audit and self.options.layout is None and _is_shuffled(layout))
+            for layout in filter(self._may_have, candidates)
+            if all(layout in of_node for of_node in launches)
         ]
-        if common:
-            self.layout = min(
-                common, key=lambda layout: sum(of_node[layout] for of_node in launches)
-            )
-            return self.layout
+        if not common:
+            raise self._without_layout(candidates)
+        self.layout = min(common, key=lambda layout: sum(of_node[layout] for of_node in launches))
+        return self.layout
+
+    def _may_have(self, layout: str) -> bool:
         if self.options.layout is not None:
-            raise OptionsError(
+            return layout == self.options.layout
+        return not (self.options.audit and _is_shuffled(layout))
+
+    def _without_layout(self, candidates: list[str]) -> Exception:
+        where = self.platform.name
+        if self.options.layout is not None:
+            return OptionsError(
                 f"option layout={self.options.layout!r}: no kernel reads and writes it on "
-                f"{self.platform.name}; available layouts are {candidates}"
+                f"{where}; available layouts are {candidates}"
             )
         if self.options.batch_invariant:
-            raise OptionsError(
-                "option batch_invariant=True: no such kernel reads and writes state on "
-                f"{self.platform.name}"
+            return OptionsError(
+                f"option batch_invariant=True: no such kernel reads and writes state on {where}"
             )
-        raise ValueError(
-            f"no state layout of {candidates} has a reader and a writer on {self.platform.name}"
-        )
+        return ValueError(f"no state layout of {candidates} has a reader and a writer on {where}")
 
     def _launches(self, node: Node) -> dict[str, int]:
         """The layouts of state that kernels for this node support, in order of preference, each
