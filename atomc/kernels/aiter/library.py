@@ -214,11 +214,10 @@ def product_of_rows(
 
 
 def neighbours(first: Tensor, second: Tensor) -> bool:
-    """Whether the two, of one dtype, are the halves of one tensor's rows, which follow each
-    other.
-    """
+    """Whether the two are the halves of one tensor's rows, which follow each other."""
     return (
-        first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        first.dtype == second.dtype
+        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
         and first.dim() >= 2
         and same_shape(first, second)
         and same_sizes(first.stride(), second.stride())

@@ -793,6 +793,7 @@ def halves_of_other_shapes(draw: Draw) -> dict[str, tuple[Tensor, Tensor]]:
         "one row": (first, second[:1]),
         "a vector": (first, second[0]),
         "vectors": (first[0], second[0]),
+        "another dtype": (first, second.view(torch.float16)),
     }
 
 
