@@ -23,8 +23,7 @@ one of quantized_linear_by_head.
     kv_b_half, for values ---+
 
 So do keys and values that a kernel computes from the cache: of quantized_mla_paged_attention, over
-the weight as it is stored. Of the chains of AITER, the product, split and concatenation are 10 and
-11.
+the weight as it is stored.
 """
 
 import operator
@@ -69,12 +68,15 @@ def _quantized(node: Node, context: Context) -> Fired | None:
     weight = _node(arguments.pop("weight"))
     if weight.target is not ops.kv_b_weight.overload or arguments.pop("chosen", None) is not None:
         return None
-    stored = arguments_of(weight)
-    if (stored["scheme"], stored["activations"]) not in (("fp8_block", "fp8"), ("mxfp4", "mxfp4")):
+    of_weight = arguments_of(weight)
+    if (of_weight["scheme"], of_weight["activations"]) not in (
+        ("fp8_block", "fp8"),
+        ("mxfp4", "mxfp4"),
+    ):
         return None
-    if stored["group"] != 128 or _is_off("linear_split_cat", node, context):
+    if of_weight["group"] != 128 or _is_off("linear_split_cat", node, context):
         return None
-    arguments |= {name: stored[name] for name in ("weight", "weight_scale", "scheme")}
+    arguments |= {name: of_weight[name] for name in ("weight", "weight_scale", "scheme")}
     arguments["dtype"] = fp8_of(context.platform)
     if not _is_served(node, ops.quantized_mla_paged_attention, arguments, context):
         return None
@@ -154,8 +156,8 @@ def _quantized_half(
     """
     if weight.target is not ops.kv_b_weight.overload:
         return None
-    stored = arguments_of(weight)
-    scheme, codes = stored["activations"], fp8_of(context.platform)
+    of_weight = arguments_of(weight)
+    scheme, codes = of_weight["activations"], fp8_of(context.platform)
     columns = nope if part == "keys" else value(weight).shape[1]
     if scheme not in BMM_SCHEMES or (scheme == "mxfp4" and columns % MXFP4_GROUP):
         return None
@@ -164,8 +166,8 @@ def _quantized_half(
     half = insert(
         at,
         ops.kv_b_half.overload,
-        *(stored[name] for name in ("weight", "weight_scale", "zeros")),
-        **{name: stored[name] for name in ("scheme", "group")},
+        *(of_weight[name] for name in ("weight", "weight_scale", "zeros")),
+        **{name: of_weight[name] for name in ("scheme", "group")},
         heads=heads,
         nope=nope,
         part=part,

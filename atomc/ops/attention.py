@@ -301,12 +301,14 @@ def paged_attention(
     """
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((rows.shape[0], q.shape[-2], v_cache.shape[-1]))
-    for one in sequences(query_start, seq_lens, block_tables):
-        keys = loaded_values(one.cached(k_cache), k_scale, torch.float32)
-        values = loaded_values(one.cached(v_cache), v_scale, torch.float32)
-        hidden = one.columns > one.positions
+    for sequence in sequences(query_start, seq_lens, block_tables):
+        keys = loaded_values(sequence.cached(k_cache), k_scale, torch.float32)
+        values = loaded_values(sequence.cached(v_cache), v_scale, torch.float32)
+        hidden = sequence.columns > sequence.positions
         if window:
-            hidden = hidden | (one.columns <= one.positions - window)
-        scores = _scores(rows[one.new], keys, scale, softcap).masked_fill(hidden, float("-inf"))
-        out[one.new] = _weighted_values(scores, values, sinks).to(q.dtype)
+            hidden = hidden | (sequence.columns <= sequence.positions - window)
+        scores = _scores(rows[sequence.new], keys, scale, softcap).masked_fill(
+            hidden, float("-inf")
+        )
+        out[sequence.new] = _weighted_values(scores, values, sinks).to(q.dtype)
     return out.view(*q.shape[:-1], v_cache.shape[-1])

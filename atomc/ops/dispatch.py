@@ -71,12 +71,12 @@ def dispatch_tokens(
     """
     # One after the other: gloo of torch 2.13 corrupts memory where two gathers are under way.
     tokens = _gathered(x, ranks, process_group)
-    chosen = _gathered(ids, ranks, process_group)
-    weighted = _gathered(weights, ranks, process_group)
+    expert_ids = _gathered(ids, ranks, process_group)
+    expert_weights = _gathered(weights, ranks, process_group)
     scales = no_scales(x) if x_scale is None else _gathered(x_scale, ranks, process_group)
     # While kernels are loaded, no router runs, and ids are what was in memory.
-    local = places[0][chosen.long().clamp(0, places.shape[1] - 1)]
-    return tokens, local, weighted.masked_fill(local == nowhere, 0.0), scales
+    local = places[0][expert_ids.long().clamp(0, places.shape[1] - 1)]
+    return tokens, local, expert_weights.masked_fill(local == nowhere, 0.0), scales
 
 
 def _gathered(x: Tensor, ranks: int, process_group: str) -> Tensor:

@@ -130,9 +130,11 @@ def paged_index_topk(
     """
     rows, by_row = q.reshape(-1, *q.shape[-2:]), weights.reshape(-1, weights.shape[-1])
     chosen = q.new_full((len(rows), topk), -1, dtype=torch.int32)
-    for one in sequences(query_start, seq_lens, block_tables):
-        scores = _scores(rows[one.new], cached_keys(one.cached(index_cache)), by_row[one.new])
-        chosen[one.new] = _chosen(scores, one.columns <= one.positions, topk)
+    for sequence in sequences(query_start, seq_lens, block_tables):
+        scores = _scores(
+            rows[sequence.new], cached_keys(sequence.cached(index_cache)), by_row[sequence.new]
+        )
+        chosen[sequence.new] = _chosen(scores, sequence.columns <= sequence.positions, topk)
     return chosen.view(*q.shape[:-2], topk)
 
 

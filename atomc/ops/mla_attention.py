@@ -110,20 +110,20 @@ def mla_absorbed_attention(
     """
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((*rows.shape[:-1], latent))
-    for one in sequences(query_start, seq_lens, block_tables):
-        keys = loaded_values(one.cached(kv_cache), kv_scale, torch.float32).unsqueeze(1)
-        seen = _seen(one, chosen)
-        out[one.new] = attention.reference(
-            rows[one.new], keys, keys[..., :latent], None, seen, scale=scale, causal=False
+    for sequence in sequences(query_start, seq_lens, block_tables):
+        keys = loaded_values(sequence.cached(kv_cache), kv_scale, torch.float32).unsqueeze(1)
+        seen = _seen(sequence, chosen)
+        out[sequence.new] = attention.reference(
+            rows[sequence.new], keys, keys[..., :latent], None, seen, scale=scale, causal=False
         )
     return out.view(*q.shape[:-1], latent)
 
 
-def _seen(one: Sequence, chosen: Tensor | None) -> Tensor:
+def _seen(sequence: Sequence, chosen: Tensor | None) -> Tensor:
     """Which of its cached rows each new token of a sequence sees, [tokens, length] bool."""
     if chosen is None:
-        return one.columns <= one.positions
-    return chosen_key_mask(chosen.flatten(0, -2)[one.new], len(one.columns))
+        return sequence.columns <= sequence.positions
+    return chosen_key_mask(chosen.flatten(0, -2)[sequence.new], len(sequence.columns))
 
 
 def _paged_cost(call: OpCall) -> Work:
@@ -172,16 +172,18 @@ def mla_paged_attention(
         return torch.cat((both[..., :nope], k_rope), -1), both[..., nope:]
 
     out = _paged_shape(q, weight, kv_cache).zero_()
-    for one in sequences(query_start, seq_lens, block_tables):
-        cached = loaded_values(one.cached(kv_cache), kv_scale, q.dtype)
-        _attend(out, q, one, cached, weight.shape[-1], expanded, _seen(one, chosen), scale)
+    for sequence in sequences(query_start, seq_lens, block_tables):
+        cached = loaded_values(sequence.cached(kv_cache), kv_scale, q.dtype)
+        _attend(
+            out, q, sequence, cached, weight.shape[-1], expanded, _seen(sequence, chosen), scale
+        )
     return out
 
 
 def _attend(
     out: Tensor,
     q: Tensor,
-    one: Sequence,
+    sequence: Sequence,
     cached: Tensor,
     latent: int,
     expanded: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
@@ -193,8 +195,8 @@ def _attend(
     """
     k_rope = cached[:, None, latent:].expand(-1, q.shape[-2], -1)
     k, v = expanded(cached[:, :latent], k_rope)
-    rows = q.reshape(-1, *q.shape[-2:])[one.new]
-    out.view(-1, *out.shape[-2:])[one.new] = attention.reference(
+    rows = q.reshape(-1, *q.shape[-2:])[sequence.new]
+    out.view(-1, *out.shape[-2:])[sequence.new] = attention.reference(
         rows, k, v, None, seen, scale=scale, causal=False
     )
 
@@ -241,10 +243,10 @@ def quantized_mla_paged_attention(
         return k, v
 
     out = _paged_shape(q, weight, kv_cache, scheme).zero_()
-    for one in sequences(query_start, seq_lens, block_tables):
-        cached = loaded_values(one.cached(kv_cache), kv_scale, q.dtype)
+    for sequence in sequences(query_start, seq_lens, block_tables):
+        cached = loaded_values(sequence.cached(kv_cache), kv_scale, q.dtype)
         latent = weight.shape[-1] * STORED[scheme]
-        _attend(out, q, one, cached, latent, expanded, _seen(one, None), scale)
+        _attend(out, q, sequence, cached, latent, expanded, _seen(sequence, None), scale)
     return out
 
 

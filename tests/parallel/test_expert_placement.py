@@ -355,16 +355,16 @@ def test_ranks_with_the_same_tokens_send_them_to_those_of_their_own_part() -> No
         division = Division(Place(*place), True, {PATHS[0]: tuple(owners)})
         sharding = division.shard(model)
         assert sharding is not None
-        whole = model.get_parameter(f"{PATHS[0]}.down_proj").clone()
+        uncut = model.get_parameter(f"{PATHS[0]}.down_proj").clone()
         sharding.cut()
         sharding.connect()
-        own = experts_of_rank[2 * d + t]
-        assert model.get_parameter(f"{PATHS[0]}.down_proj").equal(whole[own])
+        held = experts_of_rank[2 * d + t]
+        assert model.get_parameter(f"{PATHS[0]}.down_proj").equal(uncut[held])
         rows, numbers = model.get_submodule(PATHS[0]).get_buffer(EXPERT_PLACES).tolist()
-        assert [rows[expert] for expert in own] == [0, 1] and sum(
+        assert [rows[expert] for expert in held] == [0, 1] and sum(
             row in (0, 1) for row in rows
         ) == 2
         for expert, owner in enumerate(owners):
-            here = owner % 2 == t
+            is_sent = owner % 2 == t
             row = experts_of_rank[owner].index(expert)
-            assert numbers[expert] == (owner // 2 * 4 + row if here else 4 * d + 2)
+            assert numbers[expert] == (owner // 2 * 4 + row if is_sent else 4 * d + 2)

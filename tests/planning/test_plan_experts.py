@@ -35,13 +35,13 @@ def distinct(tokens: int) -> float:
 
 
 def test_devices_with_the_same_tokens_compute_their_share_of_the_experts(folder: Path) -> None:
-    found = planned(folder, devices=RANKS, ep=True)
-    [row] = [row for row in found.lines if row.op == "moe_experts"]
+    plan = planned(folder, devices=RANKS, ep=True)
+    [row] = [row for row in plan.lines if row.op == "moe_experts"]
     assert row.flops == PRODUCTS / RANKS
-    assert found.mixture is not None and found.communication is not None
-    assert found.mixture.read == [ExpertsRead(LAYERS, E // RANKS, K, pytest.approx(distinct(T)))]
-    assert found.communication.all_reduces == 2 * LAYERS + 1
-    [note] = [note for note in found.notes if "same tokens" in note]
+    assert plan.mixture is not None and plan.communication is not None
+    assert plan.mixture.read == [ExpertsRead(LAYERS, E // RANKS, K, pytest.approx(distinct(T)))]
+    assert plan.communication.all_reduces == 2 * LAYERS + 1
+    [note] = [note for note in plan.notes if "same tokens" in note]
     assert note.startswith(
         f"experts: all {RANKS} devices have the same tokens, of which none is sent"
     )
@@ -49,21 +49,21 @@ def test_devices_with_the_same_tokens_compute_their_share_of_the_experts(folder:
 
 @pytest.mark.rotating
 def test_devices_with_tokens_of_their_own_send_them_and_compute_those_of_all(folder: Path) -> None:
-    found = planned(folder, data_ranks=RANKS)
-    rows = {row.op: row for row in found.lines}
+    plan = planned(folder, data_ranks=RANKS)
+    rows = {row.op: row for row in plan.lines}
     assert rows["moe_experts"].flops == PRODUCTS
-    assert found.mixture is not None and found.communication is not None
-    assert found.mixture.read == [
+    assert plan.mixture is not None and plan.communication is not None
+    assert plan.mixture.read == [
         ExpertsRead(LAYERS, E // RANKS, K, pytest.approx(distinct(RANKS * T)))
     ]
-    sent = {row.kind: (row.calls, row.sent) for row in found.communication.collectives}
+    sent = {row.kind: (row.calls, row.sent) for row in plan.communication.collectives}
     # To the other device: rows, ids in int32 and weights in fp32; then the results.
     to_experts, back = T * (H * 4 + K * (4 + 4)), T * H * 4
     assert sent == {"dispatch_tokens": (LAYERS, to_experts), "combine_tokens": (LAYERS, back)}
-    assert found.communication.sent == LAYERS * (to_experts + back)
-    assert "in the time of these kernels" in found.to_text()
+    assert plan.communication.sent == LAYERS * (to_experts + back)
+    assert "in the time of these kernels" in plan.to_text()
     # All but the experts is whole.
-    cuts = {row.parameter: row.how for row in found.communication.cuts}
+    cuts = {row.parameter: row.how for row in plan.communication.cuts}
     assert {name for name, how in cuts.items() if how} == {
         f"model.layers.*.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj")
     }
@@ -72,15 +72,15 @@ def test_devices_with_tokens_of_their_own_send_them_and_compute_those_of_all(fol
 def test_pairs_of_devices_with_the_same_tokens_send_them_to_those_of_other_pairs(
     folder: Path,
 ) -> None:
-    found = planned(folder, devices=2, ep=True, data_ranks=RANKS)
-    [row] = [row for row in found.lines if row.op == "moe_experts"]
+    plan = planned(folder, devices=2, ep=True, data_ranks=RANKS)
+    [row] = [row for row in plan.lines if row.op == "moe_experts"]
     assert row.flops == PRODUCTS * RANKS / 4  # a quarter, of the tokens of both pairs
-    assert found.devices == 4 and found.mixture is not None and found.communication is not None
-    assert [read.experts for read in found.mixture.read] == [E // 4]
-    assert found.communication.all_reduces == 2 * LAYERS + 1
-    kinds = {row.kind for row in found.communication.collectives}
+    assert plan.devices == 4 and plan.mixture is not None and plan.communication is not None
+    assert [read.experts for read in plan.mixture.read] == [E // 4]
+    assert plan.communication.all_reduces == 2 * LAYERS + 1
+    kinds = {row.kind for row in plan.communication.collectives}
     assert {"dispatch_tokens", "combine_tokens", "all-reduce"} <= kinds
-    assert not any("same tokens" in note for note in found.notes)
+    assert not any("same tokens" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,9 @@ def test_with_a_kernel_a_product_is_in_the_format_of_the_models_activations(
         assert program.report.matches["bmm_rope_kv_write"] == 2 * written
         assert program.report.matches[f"bmm_rope_kv_write[{PRODUCTS[scheme]}]"] == 2 * written
         # In a step without prompts: that of queries, too, unless it is a part of the write.
-        products = {found["quantized_linear_by_head"] for found in counts(program).values()}
+        products = {
+            ops_of_range["quantized_linear_by_head"] for ops_of_range in counts(program).values()
+        }
         assert max(products) == (0 if written else 4)
         found = paged_logits(program, IDS, (25, 14, 1))
     with torch.no_grad():
@@ -230,12 +232,12 @@ def test_with_a_kernel_keys_and_values_are_products_of_the_stored_weight(
     dense = kernel_of(ops.mla_paged_attention, layout="paged")
     with dense, kernel_of(ops.quantized_mla_paged_attention, layout="paged"):
         program = compile_model(model, UNCACHED, owned=True)
-        found = counts(program)
-        assert max(few["quantized_mla_paged_attention"] for few in found.values()) == 2
+        ops_by_range = counts(program)
+        assert max(few["quantized_mla_paged_attention"] for few in ops_by_range.values()) == 2
         logits = paged_logits(program, IDS, (25, 14, 1))
         off = UNCACHED | {"passes": {"linear_split_cat": False}}
-        kept = counts(compile_model(model_of(scheme, 1, ignore=REST), off, owned=True))
-    assert not any(few["quantized_mla_paged_attention"] for few in kept.values())
+        ops_without = counts(compile_model(model_of(scheme, 1, ignore=REST), off, owned=True))
+    assert not any(few["quantized_mla_paged_attention"] for few in ops_without.values())
     with torch.no_grad():
         expected = dequantized(model_of(scheme, 2, ignore=REST))(IDS, torch.arange(40))
     assert least < sqnr(expected, logits) < 60

@@ -68,12 +68,12 @@ def dispatch_tokens(
     slots = places[1][ids.long().clamp(0, experts - 1)]
     received = exchange.dispatch(x, x_scale, weights, slots, slots_of_rank)
     local = received.slots[:rows].to(places.dtype) - exchange.rank * slots_of_rank
-    written = torch.arange(rows, device=x.device).unsqueeze(1) < received.used
-    here = written & (local >= 0) & (local < slots_of_rank)
+    is_row = torch.arange(rows, device=x.device).unsqueeze(1) < received.used
+    is_local = is_row & (local >= 0) & (local < slots_of_rank)
     return (
         received.x[:rows],
-        local.masked_fill(~here, nowhere),
-        received.weights[:rows].to(weights.dtype).masked_fill(~here, 0.0),
+        local.masked_fill(~is_local, nowhere),
+        received.weights[:rows].to(weights.dtype).masked_fill(~is_local, 0.0),
         no_scales(x) if received.scales is None else received.scales[:rows],
     )
 

@@ -87,8 +87,8 @@ class Exchange:
         assert self._sent is not None
         operator, slots = self._sent
         self._sent = None
-        added, _ = operator.combine(results.contiguous(), None, slots)
-        out: Tensor = added[: len(slots)].clone()  # of memory that the next call writes
+        sums, _ = operator.combine(results.contiguous(), None, slots)
+        out: Tensor = sums[: len(slots)].clone()  # of memory that the next call writes
         return out
 
     def _operator(

@@ -88,14 +88,14 @@ def operands(case: Case) -> dict[str, Any]:
 def places(owners: Tensor, rank: int) -> Tensor:
     """Those of dispatch_tokens."""
     per_rank = EXPERTS // RANKS
-    own = torch.full_like(owners, NOWHERE)
+    rows_here = torch.full_like(owners, NOWHERE)
     numbers = torch.full_like(owners, (rank + 1) * per_rank - 1)
     for owner in range(RANKS):
         rows = torch.arange(int((owners == owner).sum()))
         numbers[owners == owner] = owner * per_rank + rows
         if owner == rank:
-            own[owners == owner] = rows
-    return torch.stack((own, numbers))
+            rows_here[owners == owner] = rows
+    return torch.stack((rows_here, numbers))
 
 
 class Layer(nn.Module):
@@ -106,9 +106,9 @@ class Layer(nn.Module):
         self.scheme, self.group = case.scheme, group
         self.register_buffer("places", places(case.owners, rank))
         for name in ("w13", "w13_scale", "w2", "w2_scale"):
-            stored = values[name][case.owners == rank] if name in values else None
+            part = values[name][case.owners == rank] if name in values else None
             self.register_parameter(
-                name, None if stored is None else nn.Parameter(stored, requires_grad=False)
+                name, None if part is None else nn.Parameter(part, requires_grad=False)
             )
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -133,16 +133,16 @@ def experts(scheme: str, x: Tensor, ids: Tensor, weights: Tensor, **stored: Tens
 def result(case: Case, rank: int, group: str) -> tuple[Tensor, dict[str, str]]:
     """Of the tokens of this rank, and who served each op."""
     values = operands(case)
-    own = slice(rank * case.tokens, (rank + 1) * case.tokens)
+    tokens_of_rank = slice(rank * case.tokens, (rank + 1) * case.tokens)
     layer = Layer(case, rank, group, values)
     options = Options.of({"glue": "eager", "strict": True})
-    here = replace(HERE, peer_groups=peer_memory.reasons())
+    platform = replace(HERE, peer_groups=peer_memory.reasons())
     torch._dynamo.reset()
     compiled = torch.compile(
-        layer, backend=partial(compile_graph, options=options, platform=here), dynamic=False
+        layer, backend=partial(compile_graph, options=options, platform=platform), dynamic=False
     )
     with torch.no_grad():
-        out = compiled(*(values[name][own] for name in ("x", "ids", "weights")))
+        out = compiled(*(values[name][tokens_of_rank] for name in ("x", "ids", "weights")))
     return out, {choice.op: choice.chosen for choice in atomc.reports()[-1].kernels}
 
 
@@ -161,8 +161,8 @@ def served(scheme: str | None, place: TensorParallel | None) -> tuple[Tensor, di
         sharding.connect()
     providers = ("aiter", "mori", "torch")
     options = {"glue": "eager", "cache": False, "strict": True, "providers": providers}
-    here = replace(HERE, peer_groups=peer_memory.reasons())
-    program = compile_model(model, options, platform=here, owned=True)
+    platform = replace(HERE, peer_groups=peer_memory.reasons())
+    program = compile_model(model, options, platform=platform, owned=True)
     program.bind([spec.allocate(TOKENS, BLOCK, "cpu") for spec in program.specs])
     rows = torch.arange(TOKENS)
     idle = place is not None and place.rank > 0

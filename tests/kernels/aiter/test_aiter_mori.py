@@ -35,21 +35,21 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def expected(case: Case, rank: int) -> Tensor:
     """By the op, on one process."""
     values = operands(case)
-    stored = {
+    parameters = {
         name: values[name] for name in ("w13", "w13_scale", "w2", "w2_scale") if name in values
     }
-    own = slice(rank * case.tokens, (rank + 1) * case.tokens)
-    x, ids, weights = (values[name][own] for name in ("x", "ids", "weights"))
+    tokens_of_rank = slice(rank * case.tokens, (rank + 1) * case.tokens)
+    x, ids, weights = (values[name][tokens_of_rank] for name in ("x", "ids", "weights"))
     weights = weights.masked_fill(case.owners[ids.long()] == NONE, 0.0)
-    return mori_ranks.experts(case.scheme, x, ids, weights, **stored)
+    return mori_ranks.experts(case.scheme, x, ids, weights, **parameters)
 
 
 def assert_right(case: Case, rank: int, out: Tensor) -> None:
-    wanted = expected(case, rank)
-    assert (out.shape, out.dtype) == (wanted.shape, wanted.dtype)
+    reference = expected(case, rank)
+    assert (out.shape, out.dtype) == (reference.shape, reference.dtype)
     if len(out):
-        error = (out.float() - wanted.float()).square().mean().sqrt()
-        assert error <= 1e-2 * wanted.float().square().mean().sqrt()
+        error = (out.float() - reference.float()).square().mean().sqrt()
+        assert error <= 1e-2 * reference.float().square().mean().sqrt()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -66,21 +66,23 @@ def mla_absorbed_attention(
     tokens, heads, _ = rows.shape
     out = q.new_zeros((tokens, padded(heads), latent))
     if tokens and seq_lens.shape[0]:
-        of, num_keys = visible_keys(tokens, query_start, seq_lens)
+        sequence_of_row, num_keys = visible_keys(tokens, query_start, seq_lens)
         if tokens != seq_lens.shape[0]:
             shared = _division(num_keys, *_constants(q, kv_cache, chosen))
         divided = Division(*shared)
-        slots = chosen_slots(by_row, of, block_tables, kv_cache.shape[1])
+        slots = chosen_slots(by_row, sequence_of_row, block_tables, kv_cache.shape[1])
         pages = _joined(slots, divided.page_start)
         attend_rows(rows, kv_cache, out, pages, divided, kv_scale, scale)
         blank_padding(out, query_start, seq_lens)
     return with_lead(out[:, :heads].contiguous(), q)
 
 
-def chosen_slots(chosen: Tensor, of: Tensor, block_tables: Tensor, block_size: int) -> Tensor:
-    """The slots [T, K] i32 of chosen positions [T, K] in the sequences `of` [T]; -1: none."""
+def chosen_slots(
+    chosen: Tensor, sequence_of_row: Tensor, block_tables: Tensor, block_size: int
+) -> Tensor:
+    """The slots [T, K] i32 of chosen positions [T, K] in these sequences, [T]; -1: none."""
     position = chosen.clamp(min=0)
-    blocks = block_tables[of].gather(1, (position // block_size).long())
+    blocks = block_tables[sequence_of_row].gather(1, (position // block_size).long())
     slots = blocks * block_size + position % block_size
     return torch.where(chosen < 0, -1, slots).to(torch.int32)
 
@@ -92,5 +94,5 @@ def _joined(slots: Tensor, page_start: Tensor) -> Tensor:
     """
     rows, topk = slots.shape
     page = torch.arange(rows * topk, device=slots.device)
-    of = torch.searchsorted(page_start[1:], page, right=True).clamp_(max=rows - 1)
-    return slots[of, (page - page_start[of]).clamp_(max=topk - 1)].clamp_(min=0)
+    row = torch.searchsorted(page_start[1:], page, right=True).clamp_(max=rows - 1)
+    return slots[row, (page - page_start[row]).clamp_(max=topk - 1)].clamp_(min=0)

@@ -48,7 +48,7 @@ def mla_absorbed_attention(
     tokens, heads, _ = rows.shape
     out = q.new_zeros((tokens, heads + -heads % HEADS, latent))
     if tokens and seq_lens.shape[0]:
-        of, _ = visible_keys(tokens, query_start, seq_lens)
+        sequence_of_row, _ = visible_keys(tokens, query_start, seq_lens)
         unified_attention_sparse_mla(
             F.pad(rows, (0, 0, 0, -heads % HEADS)),
             kv_cache.unsqueeze(2),
@@ -58,7 +58,7 @@ def mla_absorbed_attention(
             seq_lens,
             block_tables.shape[1] * kv_cache.shape[1],
             scale,
-            chosen_slots(by_row, of, block_tables, kv_cache.shape[1]),
+            chosen_slots(by_row, sequence_of_row, block_tables, kv_cache.shape[1]),
             block_tables,
             latent,
         )

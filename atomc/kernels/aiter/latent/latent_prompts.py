@@ -267,8 +267,8 @@ def quantized_mla_paged_attention(
     dtype: torch.dtype,
 ) -> Tensor:
     tiles, heads = weight[0], q.shape[-2]
-    stored = tiles.view(16 * tiles.shape[0], -1)
-    latent = stored.shape[-1] * STORED[scheme]
+    shuffled = tiles.view(16 * tiles.shape[0], -1)
+    latent = shuffled.shape[-1] * STORED[scheme]
     nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
 
     def expanded(latents: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,7 +280,7 @@ def quantized_mla_paged_attention(
         return fp8.split_tiles(codes, tiles, scales, weight_scale, k_pe, nope, q.dtype)
 
     def dequantized() -> Tensor:
-        plain = plain_weight(stored)
+        plain = plain_weight(shuffled)
         return ops.kv_b_weight.reference(plain, weight_scale, scheme=scheme, dtype=q.dtype)
 
     step = query_start, seq_lens, block_tables

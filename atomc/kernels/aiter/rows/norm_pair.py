@@ -146,8 +146,8 @@ def rms_norm_pair_quant(
             if size
             else fused_qk_rmsnorm_per_token_quant
         )
-        written = e2m1_view(codes) if scheme == "mxfp4" else codes
+        codes_out = e2m1_view(codes) if scheme == "mxfp4" else codes
         norms = x, y, x_weight, y_weight, eps, style, x_norm, y_norm
-        _norm_pair(function, *norms, written, scales)
+        _norm_pair(function, *norms, codes_out, scales)
     x_norm = none if x_norm is None else x_norm
     return with_lead(codes, x), with_lead(scales, x), none, y.new_empty(0), x_norm, y_norm
