@@ -139,7 +139,7 @@ BUGS: list[Bug] = [
     Bug("passes/lower.py", "if key not in shared:", "if True:", MODELS),
     bug("latent/latent_chosen", "seq_lens.clamp(max=topk)", "seq_lens", CHOSEN),
     bug("latent/latent_chosen", "if tokens != seq_lens.shape[0]:", "if False:", CHOSEN),
-    bug("latent/latent_chosen", "page - page_start[of]", "page % topk", CHOSEN),
+    bug("latent/latent_chosen", "page - page_start[row]", "page % topk", CHOSEN),
     bug(
         "latent/latent_chosen",
         "        blank_padding(out, query_start, seq_lens)\n",
