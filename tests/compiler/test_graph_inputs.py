@@ -230,7 +230,7 @@ ALSO = {
     ): "the printed name of an argument",
     ("graph/graph_printer.py", "self.name.rpartition('.')"): "the printed path of a parameter",
     ("passes/fuse/kv_write.py", "'k_scale' in arguments"): "an argument of a pattern",
-    ("passes/fuse/write_forms.py", "'slots' in called.arguments"): "a parameter of an op",
+    ("passes/fuse/write_forms.py", "'slots' not in called.arguments"): "a parameter of an op",
     ("runtime/execution/input_batch.py", "'is_image' in to"): "a field of the batch",
     ("runtime/execution/input_batch.py", "'slots_'"): "a buffer of the batch",
     ("runtime/sleeping.py", "'kv_cache' in tags"): "a tag of vLLM's wake_up",
