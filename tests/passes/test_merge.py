@@ -1,6 +1,7 @@
 """Linears of one input become one: which do, which are left alone, and what the graph becomes."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from rewriting import STRIDES_HOLD
 from torch import Tensor, nn
 
 import atomc
+from atomc import ops
 from atomc.compiler.pipeline import register_pass
 from atomc.program import compile_model
 
@@ -125,6 +127,43 @@ def test_linears_with_and_without_a_bias_are_merged_among_themselves() -> None:
     ready(model)
     close(compiled(model)(X), model(X))
     assert merges() == {"merge_linears": 1} and widths() == [[32, 16]]
+
+
+def test_the_rows_of_the_gate_are_before_those_of_up() -> None:
+    class UpFirst(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            up = self.up(x)
+            return self.down(F.silu(self.gate(x)) * up)  # type: ignore[no-any-return]
+
+    model = ready(UpFirst())
+    close(compiled(model)(X), model(X))
+    assert merges() == {"merge_gate_up": 1}
+    assert "silu_and_mul(getitem, getitem_1)" in last().stages[-1].text
+
+
+def test_products_that_round_to_other_dtypes_are_left_apart() -> None:
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (
+                nn.Parameter(torch.randn(16, 32).to(torch.float8_e4m3fn), requires_grad=False)
+                for _ in range(2)
+            )
+            self.scales = nn.ParameterList(torch.rand(16, 1) for _ in range(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            codes, scale = ops.quant_fp8_per_token(x, torch.float8_e4m3fn)
+            product = partial(ops.scaled_linear_fp8, codes)
+            return (
+                product(self.first, scale, self.scales[0], out_dtype=torch.bfloat16),
+                product(self.second, scale, self.scales[1], out_dtype=torch.float16),
+            )
+
+    model = ready(Codes())
+    for result, expected in zip(compiled(model)(X), model(X), strict=True):
+        assert result.dtype == expected.dtype
+        close(result, expected)
+    assert not merges()
 
 
 def test_linears_of_different_layers_are_left_apart() -> None:

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from fake_group import fake_group
 from moe_blockers import EXPERTS as WRITTEN_OUT
 from moe_blockers import experts as written_out
-from rewriting import after_passes, explained, since
+from rewriting import after_passes, explained, rewritten, since
 from torch import Tensor, nn
 
 import atomc
 from atomc import ops, passes
 from atomc.loading.create_model import create_model
 from atomc.passes.recognize.experts import TRANSFORMERS
+from atomc.passes.recognize.route import TOPK_ROUTE
 from atomc.platform import Platform
 from atomc.program import compile_model
 
@@ -273,6 +274,23 @@ def test_logits_that_are_returned_do_not_keep_a_router_from_being_recognized() -
 
     report = explained(with_logits, torch.randn(5, HIDDEN).bfloat16(), tolerance=2e-2)
     assert (report.num_ops["topk_route"], report.num_ops["moe_experts"]) == (1, 1)
+
+
+def test_weights_that_contain_the_bias_of_the_choice_are_no_router() -> None:
+    def route(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = (logits.sigmoid() + bias).topk(TOP, -1)
+        return weights / weights.sum(-1, keepdim=True), ids
+
+    rewritten(TOPK_ROUTE, route, torch.randn(5, NUM), torch.randn(NUM), matches=0)
+
+
+def test_the_bias_of_a_product_is_none_of_the_choice() -> None:
+    def route(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = (x @ weight + bias).topk(TOP, -1)
+        return weights.softmax(-1), ids
+
+    operands = torch.randn(5, 8), torch.randn(8, NUM), torch.randn(NUM)
+    assert "softmax_of_chosen" in rewritten(TOPK_ROUTE, route, *operands, tolerance=1e-6)
 
 
 def test_experts_read_the_ids_of_the_router_without_a_cast() -> None:

@@ -198,6 +198,27 @@ def test_rotated_keys_that_something_else_reads_are_only_written(pretended_gpu: 
     assert served(report) == ["qk_norm_rope", "kv_write", "attention"]
 
 
+def test_rotated_keys_that_are_read_behind_the_write_are_only_written(pretended_gpu: None) -> None:
+    def with_keys(*arguments: Tensor) -> Tensor:
+        rotated: list[Tensor] = []
+
+        def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            q, k = normed(q, k)
+            rotated.append(k)
+            return q, k
+
+        return Layer(rotate, copied)(*arguments) + rotated[0].sum()
+
+    assert served(compiled(with_keys, inputs())) == ["qk_norm_rope", "kv_write", "attention"]
+
+
+def test_queries_and_keys_of_other_tables_are_rotated_apart(pretended_gpu: None) -> None:
+    def apart(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return roped(q, q)[0], ops.rope(k, *(torch.linspace(0, x, D) for x in (3, 4)))
+
+    assert "rope_kv_write" not in served(compiled(Layer(apart, copied), inputs()))
+
+
 def test_queries_that_are_read_before_the_write_are_rotated_before(pretended_gpu: None) -> None:
     def first(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = normed(q, k)

@@ -14,14 +14,17 @@ from kernel_cases.attention import DECODE
 from kernel_cases.conv_delta_rule import in_steps
 from kernel_cases.draw import Draw
 from refusals import refusal_text
-from rewriting import explained, rewritten
+from rewriting import after_passes, explained, rewritten
 from torch import Tensor
 from torch.testing import assert_close
 
 from atomc import kernels, ops
 from atomc.kernels.triton.recurrent import conv_delta_rule
+from atomc.passes.fuse.conv_delta_rule import NAME, conv_gated_delta_rule
 from atomc.passes.recognize.delta_gates import DELTA_GATES
+from atomc.passes.reinplace import reinplace
 from atomc.platform import Platform
+from atomc.rewriting.graph_pass import Pass
 
 # H key heads, N value heads, K their width, C channels.
 H, N, K = 2, 4, 8
@@ -123,6 +126,58 @@ def test_what_is_between_them_keeps_them_apart(
     assert report.matches["conv_gated_delta_rule"] == 0
     (miss,) = report.misses("conv_gated_delta_rule")
     assert (miss.kind, expected in miss.expected, found in miss.found) == (kind, True, True), miss
+
+
+def step(
+    x: Tensor,
+    weight: Tensor,
+    conv_state: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    recurrent_state: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    state_slots: Tensor,
+    other_slots: Tensor,
+    *,
+    differs: str = "",
+) -> Tensor:
+    """The three ops as they are in a program of the runtime."""
+    sequences = query_start, seq_lens
+    convolved = ops.causal_conv1d_update(
+        x, weight, None, conv_state, *sequences, state_slots, activation="silu"
+    )
+    q, k, v = (
+        columns.unflatten(-1, (-1, K)) for columns in convolved.split([H * K, H * K, N * K], -1)
+    )
+    g, beta = ops.delta_gates(a, b, a_log, dt_bias, 1.0)
+    if differs == "gates":
+        beta = ops.delta_gates(a, -b, a_log, dt_bias, 1.0)[1]
+    slots = other_slots if differs == "slots" else state_slots
+    out = ops.gated_delta_rule_update(
+        q, k, v, g, beta, recurrent_state, *sequences, slots, scale=0.25
+    )
+    return out + conv_state.sum() if differs == "state" else out
+
+
+def operands_of_step() -> list[Tensor]:
+    a = in_steps(Draw(torch.float32), [(1, 5), (2, 3)], heads=(H, N), width=(K, K))
+    names = "x weight conv_state a b A_log dt_bias recurrent_state query_start seq_lens state_slots"
+    return [*(a[name] for name in names.split()), a["state_slots"].flip(0)]
+
+
+@pytest.mark.parametrize(
+    ("differs", "kind"),
+    [("", ""), ("gates", "same value"), ("slots", "same value"), ("state", "extra user")],
+)
+def test_one_op_has_one_step_one_state_and_one_pair_of_gates(differs: str, kind: str) -> None:
+    steps = [Pass("reinplace", reinplace), Pass(NAME, conv_gated_delta_rule, by_site=True)]
+    traced = after_passes(steps, partial(step, differs=differs), *operands_of_step())
+    assert traced.error < 1e-5
+    assert traced.report.matches[NAME] == (not differs)
+    assert [miss.kind for miss in traced.report.misses(NAME)] == [kind] * bool(differs)
 
 
 def test_it_can_be_turned_off() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from serving import serving
 from test_models import hf_model
+from test_moe_models import GLM, theirs_of
 
 pytest.importorskip("msgspec")  # of the server
 import httpx
@@ -96,6 +97,15 @@ def test_without_the_option_the_graph_is_the_same_as_without_the_pass(checkpoint
         assert ("count_experts" in stages[-1][1]) == (name == "on")
     assert graphs["off"] == graphs["no pass"]
     assert graphs["off"] != graphs["on"]
+
+
+def test_a_shared_expert_is_not_counted(tmp_path):
+    """It is one more of the chosen experts in the op that is counted."""
+    theirs_of("glm4_moe", **GLM).save_pretrained(tmp_path)
+    options = EAGER | {"cache": False, "expert_load": True, "passes": {"shared_expert": True}}
+    program = compile_model(loader.load(tmp_path), options)
+    assert program.report.matches["shared_expert"] == 1
+    assert [len(counts) for counts in program.expert_load().values()] == [8]
 
 
 @pytest.mark.rotating
