@@ -171,6 +171,8 @@ def scattered(**tensors: Tensor | None) -> Refusal | None:
         if tensor.shape[-1] > 1 and not known_equal(tensor.stride(-1), 1):
             return Refusal("layout", f"the last dimension of {name} is not contiguous")
         for d in range(tensor.dim() - 2):
+            if known_equal(tensor.shape[d], 1):
+                continue  # its stride is not used
             if not known_equal(tensor.stride(d), tensor.shape[d + 1] * tensor.stride(d + 1)):
                 return Refusal("layout", f"the rows of {name} do not follow each other")
     return None

@@ -127,6 +127,18 @@ def test_a_product_in_16_bits_gets_rows_without_gaps() -> None:
             )
 
 
+def test_the_stride_of_a_batch_of_one_is_not_read() -> None:
+    operands = linear(DRAW, 3, 64)
+    x = operands["x"].reshape(1, 3, -1)
+
+    def said(batch: int) -> str | None:
+        batches = x.as_strided((batch, 2, x.shape[-1]), (x.shape[-1], x.shape[-1], 1))
+        return reason("linear.linear", **operands | {"x": batches})
+
+    assert said(1) is None
+    assert said(2) == "layout: the rows of x do not follow each other"
+
+
 def test_an_int8_product_gets_a_weight_and_scales_without_gaps() -> None:
     for name in ("weight", "weight_scale"):
         given = with_gaps(int8_operands(DRAW, 5, 64, out=32), name)
