@@ -2,12 +2,10 @@
 scaled_dot_product_attention.
 
 The first registered kernel that accepts the arguments is selected. A CPU therefore prefers the
-paged layout to the contiguous one, and the writes for CPUs to those for any device; a GPU prefers
-experts that need not wait for the host.
+paged layout to the contiguous one; a GPU prefers experts that need not wait for the host.
 """
 
 MODULES = (
-    "kv_write",
     "attention",
     "experts.experts_grouped_mm",
     "contiguous",

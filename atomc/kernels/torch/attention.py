@@ -9,13 +9,10 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import first_refusal, named, unsupported
 from atomc.kernels.row_views import as_heads, with_lead
-from atomc.kernels.torch.eager import eager
 from atomc.kernels.torch.sequence import attend, gathered
 from atomc.ops.attention import PagedSequences, loaded_values
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
-
-kv_write = eager(ops.kv_write, __name__, layout="paged")
 
 
 def _other_mask(platform: Platform, q: Tensor, mask: Tensor | None) -> Refusal | None:

@@ -1,11 +1,11 @@
 """The reference of an op as a kernel, for ops where a few torch calls are fast enough."""
 
 import functools
-from collections.abc import Callable
-from types import FunctionType
+from collections.abc import Callable, Mapping
+from types import FunctionType, MappingProxyType
 from typing import Any
 
-from atomc.ops import Refusal
+from atomc.kernels.checks import Refuses
 from atomc.ops.op import OpFunction, PreferInductor, Results
 from atomc.ops.op_traits import Kind
 
@@ -13,8 +13,7 @@ from atomc.ops.op_traits import Kind
 def eager(
     op: OpFunction[..., Results],
     module: str,
-    layout: str | None = None,
-    refuses: Callable[..., Refusal | None] | None = None,
+    layouts: Mapping[str, Refuses | None] = MappingProxyType({}),
     syncs: bool = False,
 ) -> Callable[..., Any]:
     """Register a copy of the op's reference as a kernel, and return it as a function of `module`.
@@ -22,7 +21,8 @@ def eager(
     A lowered graph refers to a kernel by module and name, and the name of the reference in its own
     module is bound to the op.
 
-    syncs  the reference waits for values of the device, so that Inductor cannot compile it
+    layouts  of the state that it reads or writes, with what refuses a call in each
+    syncs    the reference waits for values of the device, so that Inductor cannot compile it
     """
     reference = op.reference
     assert isinstance(reference, FunctionType)
@@ -32,8 +32,12 @@ def eager(
     functools.update_wrapper(function, reference)
     function.__kwdefaults__ = reference.__kwdefaults__
     function.__module__ = module
-    if layout is not None or syncs:  # with a layout it reads slots and lengths on the host
-        return op.kernel("torch", layout=layout, refuses=refuses, syncs=True)(function)
+    for layout, refuses in layouts.items():  # it reads slots and lengths on the host
+        op.kernel("torch", layout=layout, refuses=refuses, syncs=True)(function)
+    if layouts:
+        return function
+    if syncs:
+        return op.kernel("torch", syncs=True)(function)
     # Called directly, a norm rounds where the model does.
     prefer = PreferInductor.FREE_ROUNDING if Kind.NORM in op.kind else PreferInductor.ALWAYS
-    return op.kernel("torch", refuses=refuses, prefer_inductor=prefer)(function)
+    return op.kernel("torch", prefer_inductor=prefer)(function)

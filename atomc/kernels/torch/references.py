@@ -4,6 +4,10 @@ Inductor does not guarantee.
 
 from atomc import ops
 from atomc.kernels.torch.eager import eager
+from atomc.kernels.torch.sequence import refuse_scaled_cache
+
+PAGED = {"paged": None}
+PAGED_OR_CONTIGUOUS = {"paged": None, "contiguous": refuse_scaled_cache}
 
 silu_and_mul = eager(ops.silu_and_mul, __name__)
 gelu_and_mul = eager(ops.gelu_and_mul, __name__)
@@ -22,17 +26,18 @@ add_layer_norm = eager(ops.add_layer_norm, __name__)
 
 rope = eager(ops.rope, __name__)
 qk_norm_rope = eager(ops.qk_norm_rope, __name__)
-rope_kv_write = eager(ops.rope_kv_write, __name__, layout="paged")
-qk_norm_rope_kv_write = eager(ops.qk_norm_rope_kv_write, __name__, layout="paged")
+kv_write = eager(ops.kv_write, __name__, PAGED_OR_CONTIGUOUS)
+rope_kv_write = eager(ops.rope_kv_write, __name__, PAGED_OR_CONTIGUOUS)
+qk_norm_rope_kv_write = eager(ops.qk_norm_rope_kv_write, __name__, PAGED_OR_CONTIGUOUS)
 
-mla_kv_write = eager(ops.mla_kv_write, __name__, layout="paged")
-mla_rope_kv_write = eager(ops.mla_rope_kv_write, __name__, layout="paged")
-bmm_rope_kv_write = eager(ops.bmm_rope_kv_write, __name__, layout="paged")
+mla_kv_write = eager(ops.mla_kv_write, __name__, PAGED)
+mla_rope_kv_write = eager(ops.mla_rope_kv_write, __name__, PAGED)
+bmm_rope_kv_write = eager(ops.bmm_rope_kv_write, __name__, PAGED)
 
 index_topk = eager(ops.index_topk, __name__)
 chosen_mask = eager(ops.chosen_mask, __name__)
-index_write = eager(ops.index_write, __name__, layout="paged")
-paged_index_topk = eager(ops.paged_index_topk, __name__, layout="paged")
+index_write = eager(ops.index_write, __name__, PAGED)
+paged_index_topk = eager(ops.paged_index_topk, __name__, PAGED)
 
 topk_route = eager(ops.topk_route, __name__)
 linear_topk_route = eager(ops.linear_topk_route, __name__)

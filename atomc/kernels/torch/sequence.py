@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.kernels.checks import first_refusal, not_a_cpu
-from atomc.kernels.row_views import as_heads
-from atomc.ops.attention import slots_of_rows
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -36,22 +34,6 @@ def _mixed(q: Tensor, k_cache: Tensor) -> Refusal | None:
 
 
 refuse_paged_attention = first_refusal(_mixed, refuse_scaled_cache)
-
-
-def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
-    """`kv_write` on a CPU, into caches without scales."""
-    token = k.new_empty((0,))
-    block_size = k_cache.shape[1]
-    slots = slots_of_rows(k, slots, block_size)
-    k, v = as_heads(k), as_heads(v)
-    # The check costs 2 us, filtering 8 and a copy of k and v; only padded steps have rows to skip.
-    if slots.numel() and slots.min() < 0:
-        rows = (slots >= 0).nonzero()[:, 0]
-        k, v, slots = k[rows], v[rows], slots[rows]
-    block, offset = slots // block_size, slots % block_size
-    k_cache[block, offset] = k.to(k_cache.dtype)
-    v_cache[block, offset] = v.to(v_cache.dtype)
-    return token
 
 
 def sequences(
