@@ -205,6 +205,17 @@ def kv_write(
     return token
 
 
+class CacheWrite(TypedDict):
+    """The arguments of kv_write besides the keys."""
+
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
 class PagedSequences(TypedDict):
     """The arguments of paged_attention, and of ops like it, that describe the sequences of a
     step.

@@ -5,7 +5,7 @@ kind of its codes, "fn" or "fnuz", and "" for other caches. Codes equal those of
 for bit.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import scattered_blocks, scattered_slots, strided, unlike, unsupported
 from atomc.kernels.triton.launch.launch import (
     MAX_DIMS,
+    Rows,
     at,
     begin,
     inner_sizes,
@@ -28,6 +29,7 @@ from atomc.kernels.triton.launch.launch import (
 )
 from atomc.kernels.triton.launch.tiles import HEAD_ROWS
 from atomc.kernels.triton.rows.quant import fp8_codes, lacks_fp8_rounding
+from atomc.ops.attention import CacheWrite
 from atomc.ops.formats import FLOATS, FP8
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -292,8 +294,7 @@ def _scattered_sequences(k_cache: Tensor, v_cache: Tensor) -> Refusal | None:
     return None
 
 
-@ops.kv_write.kernel("triton", layout="paged", refuses=refuse_kv_write, tuned_for=HEAD_ROWS.archs)
-def kv_write(
+def written_rows(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
@@ -301,23 +302,32 @@ def kv_write(
     slots: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-) -> Tensor:
+) -> tuple[Rows | None, Rows | None, Cache, Cache, Slots]:
+    """The arguments of kv_write as kernels take them: rows, caches, and their slots."""
+    return (
+        rows_of(k),
+        rows_of(v),
+        cache_of(k_cache, k_scale),
+        cache_of(v_cache, v_scale),
+        kernel_slots(slots, k, k_cache),
+    )
+
+
+@ops.kv_write.kernel("triton", layout="paged", refuses=refuse_kv_write, tuned_for=HEAD_ROWS.archs)
+def kv_write(k: Tensor, **write: Unpack[CacheWrite]) -> Tensor:
     if rows := num_rows(k):
         d1, heads = inner_sizes(k)
         rows_a_program = HEAD_ROWS.choose(k.device, rows)
         _kv_write[(triton.cdiv(rows, rows_a_program),)](
-            *map(rows_of, (k, v)),
-            cache_of(k_cache, k_scale),
-            cache_of(v_cache, v_scale),
-            kernel_slots(slots, k, k_cache),
+            *written_rows(k, **write),
             rows,
             d1,
             HEADS=heads,
             D=k.shape[-1],
-            DV=v.shape[-1],
+            DV=write["v"].shape[-1],
             ROWS=rows_a_program,
             num_warps=4,
-            **codes_of(k_cache),
+            **codes_of(write["k_cache"]),
             **overlap(k.device),
         )
     return k.new_empty((0,))

@@ -3,6 +3,8 @@
 A program takes a few rows of q, or of k and v, each one head of one token.
 """
 
+from typing import Unpack
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,13 +21,12 @@ from atomc.kernels.triton.launch.launch import (
 from atomc.kernels.triton.launch.tiles import HEAD_ROWS
 from atomc.kernels.triton.rows.kv_write import (
     cache_at,
-    cache_of,
     cache_rows,
     codes_of,
     inverse_scale,
-    kernel_slots,
     refuse_kv_write,
     slot_of,
+    written_rows,
 )
 from atomc.kernels.triton.rows.rope import (
     empty_rows,
@@ -36,6 +37,7 @@ from atomc.kernels.triton.rows.rope import (
     store_parts,
     tables_of,
 )
+from atomc.ops.attention import CacheWrite
 
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_programs"])
@@ -43,13 +45,13 @@ def _rope_kv_write(
     q,
     k,
     v,
+    k_cache,
+    v_cache,
+    slots,
     q_weight_ptr,
     k_weight_ptr,
     tables,
     q_out,
-    k_cache,
-    v_cache,
-    slots,
     q_rows,
     k_rows,
     q_programs,
@@ -88,20 +90,15 @@ refuse_rope_kv_write = first_refusal(refuse_kv_write, refuse_qk_norm_rope)
 def _launch_with_write(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     style: str,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     norm: str = "",
     in_fp32: bool = False,
+    **write: Unpack[CacheWrite],
 ) -> tuple[Tensor, Tensor]:
     q_out = empty_rows(q, cos, style, q_weight, norm, in_fp32)
     if k_rows := num_rows(k):
@@ -110,14 +107,12 @@ def _launch_with_write(
         rows_a_program = HEAD_ROWS.choose(q.device, q_rows + k_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _rope_kv_write[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
-            *map(rows_of, (q, k, v)),
+            rows_of(q),
+            *written_rows(k, **write),
             q_weight,
             k_weight,
             tables_of(cos, sin, q),
             rows_of(q_out),
-            cache_of(k_cache, k_scale),
-            cache_of(v_cache, v_scale),
-            kernel_slots(slots, k, k_cache),
             q_rows,
             k_rows,
             q_programs,
@@ -125,10 +120,10 @@ def _launch_with_write(
             eps,
             Q_HEADS=q_heads,
             K_HEADS=k_heads,
-            DV=v.shape[-1],
+            DV=write["v"].shape[-1],
             NORM=norm,
             **launch_arguments(q, cos, style, rows_a_program, in_fp32),
-            **codes_of(k_cache),
+            **codes_of(write["k_cache"]),
         )
     return q_out, q_out.new_empty((0,))
 
@@ -139,20 +134,13 @@ def _launch_with_write(
 def rope_kv_write(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     rope_style: str,
     in_fp32: bool,
+    **write: Unpack[CacheWrite],
 ) -> tuple[Tensor, Tensor]:
-    return _launch_with_write(
-        q, k, v, cos, sin, k_cache, v_cache, slots, k_scale, v_scale, rope_style, in_fp32=in_fp32
-    )
+    return _launch_with_write(q, k, cos, sin, rope_style, in_fp32=in_fp32, **write)
 
 
 @ops.qk_norm_rope_kv_write.kernel(
@@ -161,34 +149,15 @@ def rope_kv_write(
 def qk_norm_rope_kv_write(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
     eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     norm_style: str,
     rope_style: str,
+    **write: Unpack[CacheWrite],
 ) -> tuple[Tensor, Tensor]:
     return _launch_with_write(
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        k_cache,
-        v_cache,
-        slots,
-        k_scale,
-        v_scale,
-        rope_style,
-        q_weight,
-        k_weight,
-        eps,
-        norm_style,
+        q, k, cos, sin, rope_style, q_weight, k_weight, eps, norm_style, **write
     )
