@@ -84,8 +84,8 @@ class Selection:
             self.order = [name for name in _all_providers() if name not in ours] + self.order
 
     def fix_layout(self, graph_nodes: list[Node]) -> str | None:
-        """Choose the layout in which all readers and writers of state in the graph have kernels,
-        with the least launches; of equals the one that the kernels of the first reader prefer.
+        """Choose the layout in which all readers and writers of state in the graph have kernels; of
+        several the one that the kernels of the first reader prefer.
 
         An audit compares with references, so that its layout is one that they read.
         """
@@ -99,17 +99,13 @@ class Selection:
         users.sort(
             key=lambda node: bool(called_op(node).mutates)
         )  # readers first: they take most time
-        launches = [self._launches(node) for node in users]
-        candidates = list(dict.fromkeys(chain.from_iterable(launches)))
-        common = [
-            layout
-            for layout in filter(self._may_have, candidates)
-            if all(layout in of_node for of_node in launches)
-        ]
-        if not common:
-            raise self._without_layout(candidates)
-        self.layout = min(common, key=lambda layout: sum(of_node[layout] for of_node in launches))
-        return self.layout
+        supported = [self._layouts(node) for node in users]
+        candidates = list(dict.fromkeys(chain.from_iterable(supported)))
+        for layout in filter(self._may_have, candidates):
+            if all(layout in of_node for of_node in supported):
+                self.layout = layout
+                return layout
+        raise self._without_layout(candidates)
 
     def _may_have(self, layout: str) -> bool:
         if self.options.layout is not None:
@@ -129,15 +125,14 @@ class Selection:
             )
         return ValueError(f"no state layout of {candidates} has a reader and a writer on {where}")
 
-    def _launches(self, node: Node) -> dict[str, int]:
-        """The layouts of state that kernels for this node support, in order of preference, each
-        with the launches of the first of them.
-        """
-        launches: dict[str, int] = {}
-        for kernel in self._ranked(called_op(node)):
-            if kernel.layout and kernel.layout not in launches and not self._refuses(kernel, node):
-                launches[kernel.layout] = kernel.launches
-        return launches
+    def _layouts(self, node: Node) -> list[str]:
+        """The layouts of state that kernels for this node support, in order of preference."""
+        layouts = (
+            kernel.layout
+            for kernel in self._ranked(called_op(node))
+            if kernel.layout and not self._refuses(kernel, node)
+        )
+        return list(dict.fromkeys(layouts))
 
     def choose(self, node: Node) -> Kernel | None:
         """The kernel for this node, None for the op's reference. Records the choice and all

@@ -126,8 +126,6 @@ class Kernel:
     limit: Callable[..., int] | None = None
     # Of the state it reads or writes (atomc.ops.state.LAYOUTS); None: it uses no state.
     layout: str | None = None
-    # Of kernels, one behind another: the cost of its layout, where the op has several.
-    launches: int = 1
     # A parameter, or several -> function(*weights) -> Prepared. The kernel then receives the
     # prepared tensors as a tuple for the first name. Runs once, after selection, and not if the
     # first parameter is None.

@@ -1,4 +1,4 @@
-"""The layout of the state: what readers and writers launch in it decides."""
+"""The layout of the state: that which the first reader prefers, if all kernels have it."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ FP8 = {"kv_cache_dtype": "fp8"}
 
 
 @pytest.mark.parametrize("options", [{}, FP8])
-def test_of_layouts_with_equal_launches_the_reader_prefers_that_of_its_decode_kernel(
+def test_the_reader_prefers_the_layout_of_its_decode_kernel(
     options: dict[str, Any],
 ) -> None:
     assert layout(**options) == "shuffled"
@@ -65,9 +65,10 @@ def test_keys_without_norms_are_shuffled_in_16_bits_only() -> None:
         layout(norms=False, layout="shuffled", **FP8)
 
 
-def test_a_write_of_five_launches_is_more_than_one_of_one() -> None:
+def test_a_layout_without_a_fused_write_is_not_chosen() -> None:
     assert layout(style="neox") == "paged"
-    assert layout(style="neox", layout="shuffled") == "shuffled"
+    with pytest.raises(OptionsError, match="no kernel reads and writes it on AMD"):
+        layout(style="neox", layout="shuffled")
 
 
 def test_an_audit_reads_the_state_by_references() -> None:

@@ -54,5 +54,4 @@ MODULES = (
     "attention.shuffled_attention_triton",
     "attention.shuffled_kv_write",
     "attention.shuffled_rope_kv_write",
-    "attention.shuffled_unfused",
 )

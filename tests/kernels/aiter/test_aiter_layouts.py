@@ -8,15 +8,11 @@ import pytest
 import stand_ins
 import torch
 import transformers
-from aiter_cases import KERNELS, cases, prepared
-from kernel_cases.draw import Draw
 from torch import Tensor
 
 import atomc
 from atomc import OptionsError, ops
-from atomc.kernels.aiter.library import Function
 from atomc.loading.create_model import create_model
-from atomc.ops.op import refusal
 from atomc.platform import Platform
 from atomc.testing.layouts import plain_order_kernel
 
@@ -88,39 +84,6 @@ def test_a_model_in_the_shuffled_layout_generates_the_tokens_of_a_paged_one(
         assert {function.rpartition(".")[2] for function in called} >= functions
     assert layouts == {"shuffled"}
     assert (tokens, {"paged"}) == generated(name, providers=("torch",), **options)
-
-
-OF_LAYOUTS = {
-    name: kernel
-    for name, kernel in KERNELS.items()
-    if len({other.layout for other in ops.REGISTRY[kernel.op].kernels}) > 1
-}
-
-
-@pytest.mark.parametrize("name", OF_LAYOUTS)
-def test_a_kernel_launches_as_many_functions_as_the_choice_of_the_layout_counts(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel, here = OF_LAYOUTS[name], replace(Platform.named("gfx950"), here=True)
-    launched: list[str] = []
-    call = Function.__call__
-
-    def counted(function: Function, *args: Any, **kwargs: Any) -> Any:
-        if function.name != "get_recommended_splits":  # a number
-            launched.append(function.name)
-        return call(function, *args, **kwargs)
-
-    monkeypatch.setattr(Function, "__call__", counted)
-    with stand_ins.installed("gfx950"):
-        for make in cases(kernel, "gfx950").values():
-            given = make(Draw(torch.bfloat16, layout=kernel.layout or "paged"))
-            rows = given.get("q", given.get("k"))
-            if not 0 < rows.numel() < 20_000 or refusal(kernel, here, given):
-                continue
-            kernel.function(**prepared(kernel, given))
-            assert len(launched) == kernel.launches, launched
-            return
-    raise AssertionError("it refuses all small cases")
 
 
 def test_other_machines_have_no_shuffled_layout() -> None:

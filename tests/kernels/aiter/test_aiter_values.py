@@ -26,7 +26,6 @@ ALIKE = (
     "paged_attention_triton.paged_attention",
     "shuffled_attention_gluon.paged_attention",
     "shuffled_attention_triton.paged_attention",
-    "shuffled_unfused.qk_norm_rope_kv_write",
 )
 
 

@@ -216,7 +216,7 @@ BUGS = [
         values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
     ),
     # the choice of the layout, and what half of a table is
-    Bug("atomc/compiler/select.py", "self.layout = min(", "self.layout = max(", CHOICE),
+    Bug("atomc/compiler/select.py", "if all(layout in", "if any(layout in", CHOICE),
     Bug("atomc/compiler/select.py", "not (self.options.audit and", "not (False and", CHOICE),
     Bug(FORMS, "known_equal(rows.shape[-1], width)", "True", OF_FORMS),
     Bug(FORMS, "(*steps, rows.storage_offset())", "(rows.storage_offset(),)", OF_FORMS),
@@ -225,18 +225,6 @@ BUGS = [
     Bug(FORMS, "first(node) is kernel or", "", OF_FORMS),
     Bug(FORMS, "(_without_batch, _with_half_tables, _with_both)", "(_with_half_tables,)", OF_FORMS),
     Bug(FORMS, '("q", "k", "v", "cos", "sin")', '("q", "k", "v")', OF_FORMS),
-    bug(
-        "attention/shuffled_unfused",
-        "return rope(q, cos, sin, rope_style), token",
-        "return q, token",
-        values("shuffled_unfused.rope_kv_write"),
-    ),
-    bug(
-        "attention/shuffled_unfused",
-        "rms_norm(k, k_weight, eps, norm_style)",
-        "rms_norm(k, q_weight, eps, norm_style)",
-        values("shuffled_unfused.qk_norm_rope_kv_write"),
-    ),
     bug(
         "attention/shuffled_attention_gluon",
         "key_scale=k_scale,",
