@@ -18,6 +18,7 @@ from atomc.ops.op_cost import experts
 from atomc.ops.op_shapes import shape_of_x
 from atomc.ops.op_traits import Kind
 
+OfExperts = tuple[Tensor | None, ...]  # tensors [E, ...]
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 
@@ -82,27 +83,66 @@ def activated(gate: Tensor, up: Tensor, activation: str, alpha: float) -> Tensor
     raise ValueError(f"activation of experts {activation!r} is not one of {ACTIVATIONS}")
 
 
-def sum_over_experts(
+def one_by_one(
     ids: Tensor,
-    weights: Tensor,
-    num_experts: int,
-    products: Tensor,
-    expert: Callable[[int, Tensor], Tensor],
+    weights: Tensor | None,
+    operands: tuple[Tensor, ...],
+    product: Callable[..., Tensor],
+    up: OfExperts,
+    between: Callable[[Tensor], tuple[Tensor, ...]],
+    down: OfExperts,
 ) -> Tensor:
-    """The weighted sum [T, H] of expert(e, rows [n] int64) -> [n, H], in the dtype of products.
+    """The weighted sums [T, H] of the choices, in the dtype of `product`. The pairs p of a token
+    p // k and a choice are sorted by expert, and each expert that is hit multiplies its rows once.
+    The host waits for `ids` [T, k].
 
-    products  zeros [T, k, H]: the results before weighting, in place. A product of a result and its
-              weight is in their promoted dtype, the sum over k in fp32.
+    weights   [T, k]; None: all 1
+    operands  tensors [T, ...], or [T * k, ...] with a row per pair
+    product   (*rows of operands, *tensors of one expert) -> [n, N]
+    up, down  the tensors of all experts, each [E, ...] or None; the first are weights
+    between   [m, 2I], all rows in the order of experts -> the operands of down, [m, ...]
     """
-    for e in range(num_experts):
-        rows, choices = (ids == e).nonzero(as_tuple=True)
-        if len(rows):
-            products[rows, choices] = expert(e, rows)
-    weighted = products * weights.unsqueeze(-1)
-    return weighted.sum(1, dtype=torch.float32).to(products.dtype)
+    assert up[0] is not None
+    num_experts = len(up[0])
+    flat = ids.flatten()
+    valid = (flat >= 0) & (flat < num_experts)
+    order = flat.where(valid, num_experts).argsort(stable=True)
+    counts = torch.bincount(flat[valid], minlength=num_experts).tolist()
+    hit = [(e, count) for e, count in enumerate(counts) if count]
+    order = order[: sum(counts)]
+
+    def products(operands: tuple[Tensor, ...], of_experts: OfExperts) -> Tensor:
+        def one(e: int, *rows: Tensor) -> Tensor:
+            return product(*rows, *(None if x is None else x[e] for x in of_experts))
+
+        parts = [torch.split(x, [count for _, count in hit]) for x in operands]
+        rows = zip(*parts, strict=True)
+        if hit:
+            return torch.cat([one(e, *own) for (e, _), own in zip(hit, rows, strict=True)])
+        return one(0, *operands)  # no rows
+
+    token = order // ids.shape[1]
+    rows = tuple(x[token if len(x) == len(ids) else order] for x in operands)
+    sums = products(between(products(rows, up)), down)
+    if len(order) == len(flat):
+        by_pair = torch.empty_like(sums)
+    else:
+        by_pair = sums.new_zeros(len(flat), sums.shape[1])
+    by_pair[order] = sums
+    return weighted_sum(by_pair, ids, weights)
 
 
-def sequential_experts(
+def weighted_sum(by_pair: Tensor, ids: Tensor, weights: Tensor | None) -> Tensor:
+    """by_pair [T * k, H], ids and weights [T, k] -> [T, H]. A product of a result and its weight is
+    in their promoted dtype, the sum over k in fp32.
+    """
+    products = by_pair.view(*ids.shape, by_pair.shape[1])
+    if weights is not None:
+        products = products * weights.unsqueeze(-1)
+    return products.sum(1, dtype=torch.float32).to(by_pair.dtype)
+
+
+def experts_by(
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     x: Tensor,
     ids: Tensor,
@@ -114,21 +154,14 @@ def sequential_experts(
     weight_on_input: bool,
     **gate: Unpack[Gate],
 ) -> Tensor:
-    """moe_experts, one expert after another. product: of rows, a weight and a bias, as F.linear."""
-
-    def expert(e: int, rows: Tensor) -> Tensor:
-        h = product(given(e, rows), w13[e], None if b13 is None else b13[e])
-        return product(gated(h, **gate), w2[e], None if b2 is None else b2[e])
-
-    def given(e: int, rows: Tensor) -> Tensor:
-        if not weight_on_input:
-            return x[rows]
-        weight = weights[rows][ids[rows] == e]
-        return (x[rows] * weight.unsqueeze(-1)).to(x.dtype)
-
-    products = x.new_zeros(*ids.shape, x.shape[-1])
-    applied = torch.ones_like(weights) if weight_on_input else weights
-    return sum_over_experts(ids, applied, len(w13), products, expert)
+    """moe_experts. product: of rows, a weight and a bias, as F.linear."""
+    applied: Tensor | None = weights
+    if weight_on_input:
+        x = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
+        applied = None
+    return one_by_one(
+        ids, applied, (x,), product, (w13, b13), lambda h: (gated(h, **gate),), (w2, b2)
+    )
 
 
 @op(kind=Kind.EXPERTS, rows="x", cost=experts, shape=shape_of_x, linear=lambda _: linear)
@@ -155,4 +188,4 @@ def moe_experts(
                      their promoted dtype, rounded to x.dtype
     """
     operands = x, ids, weights, w13, w2, b13, b2
-    return sequential_experts(F.linear, *operands, weight_on_input, **gate)
+    return experts_by(F.linear, *operands, weight_on_input, **gate)

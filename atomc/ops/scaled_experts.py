@@ -10,7 +10,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from atomc.ops.experts import ExpertOperands, Gate, gated, sum_over_experts
+from atomc.ops.experts import ExpertOperands, Gate, gated, one_by_one
 from atomc.ops.op import op
 from atomc.ops.op_cost import experts
 from atomc.ops.op_shapes import shape_of_x
@@ -25,6 +25,7 @@ from atomc.ops.quant import (
 from atomc.ops.scaled_linear import (
     linear_mxfp4,
     linear_w4a16,
+    mxfp4_operand,
     mxfp4_rate,
     scaled_linear_fp8,
     scaled_linear_fp8_block,
@@ -86,8 +87,26 @@ class Int4ExpertOperands(ScaledExpertOperands):
     group: int
 
 
-def _expert_bias(bias: Tensor | None, e: int) -> Tensor | None:
-    return None if bias is None else bias[e]
+def requantized_fp8(
+    h: Tensor, dtype: torch.dtype, block: int, act_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gated activation as moe_experts_fp8 multiplies it: codes and scales."""
+    if block:
+        return quant_fp8_group.reference(h, block, dtype=dtype)
+    if act_scale is None:
+        return quant_fp8_per_token.reference(h, dtype)
+    return quant_fp8_static.reference(h, act_scale, dtype), act_scale.expand(len(h), 1)
+
+
+def requantized_mxfp4(
+    h: Tensor, dtype: torch.dtype, x_scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The gated activation as moe_experts_mxfp4 multiplies it where x has this dtype and scale."""
+    if x_scale is None:
+        return h, None
+    if dtype == torch.uint8:
+        return quant_mxfp4.reference(h)
+    return quant_fp8_per_token.reference(h, dtype)
 
 
 @_scaled_experts(
@@ -121,18 +140,6 @@ def moe_experts_fp8(
               b)], x_scale [T, ceil(H / b)] from quant_fp8_group (DeepSeek-V3, section 3.3.2)
     """
 
-    def expert(e: int, rows: Tensor) -> Tensor:
-        scale = x_scale if x_scale.dim() == 1 else x_scale[rows]
-        h = product(x[rows], scale, w13[e], w13_scale[e], _expert_bias(b13, e))
-        h = gated(h, **gate)
-        if block:
-            codes, scale = quant_fp8_group.reference(h, block, dtype=x.dtype)
-        elif act_scale is None:
-            codes, scale = quant_fp8_per_token.reference(h, x.dtype)
-        else:
-            codes, scale = quant_fp8_static.reference(h, act_scale, x.dtype), act_scale
-        return product(codes, scale, w2[e], w2_scale[e], _expert_bias(b2, e))
-
     def product(
         codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
@@ -143,8 +150,12 @@ def moe_experts_fp8(
         flat = weight_scale.flatten() if weight_scale.numel() == 1 else weight_scale
         return scaled_linear_fp8.reference(codes, weight, scale, flat, bias, out_dtype=out_dtype)
 
-    products = x.new_zeros(*ids.shape, x.shape[-1], dtype=out_dtype)
-    return sum_over_experts(ids, weights, len(w13), products, expert)
+    def between(h: Tensor) -> tuple[Tensor, Tensor]:
+        return requantized_fp8(gated(h, **gate), x.dtype, block, act_scale)
+
+    scale = x_scale.expand(len(x), 1) if x_scale.dim() == 1 else x_scale
+    up, down = (w13, w13_scale, b13), (w2, w2_scale, b2)
+    return one_by_one(ids, weights, (x, scale), product, up, between, down)
 
 
 @_scaled_experts(
@@ -170,17 +181,18 @@ def moe_experts_int8(
     x_scale [T, 1] from quant_int8_per_token, w13_scale [E, 2I, 1], w2_scale [E, H, 1], fp32.
     """
 
-    def expert(e: int, rows: Tensor) -> Tensor:
-        h = scaled_linear_int8.reference(
-            x[rows], w13[e], x_scale[rows], w13_scale[e], _expert_bias(b13, e), out_dtype=out_dtype
-        )
-        codes, scale = quant_int8_per_token.reference(gated(h, **gate))
+    def product(
+        codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
         return scaled_linear_int8.reference(
-            codes, w2[e], scale, w2_scale[e], _expert_bias(b2, e), out_dtype=out_dtype
+            codes, weight, scale, weight_scale, bias, out_dtype=out_dtype
         )
 
-    products = x.new_zeros(*ids.shape, x.shape[-1], dtype=out_dtype)
-    return sum_over_experts(ids, weights, len(w13), products, expert)
+    def between(h: Tensor) -> tuple[Tensor, Tensor]:
+        return quant_int8_per_token.reference(gated(h, **gate))
+
+    up, down = (w13, w13_scale, b13), (w2, w2_scale, b2)
+    return one_by_one(ids, weights, (x, x_scale), product, up, between, down)
 
 
 @_scaled_experts(
@@ -209,22 +221,9 @@ def moe_experts_w4a16(
              of their shapes, uint8, or None: 8
     """
 
-    def expert(e: int, rows: Tensor) -> Tensor:
-        h = linear_w4a16.reference(
-            x[rows],
-            w13[e],
-            w13_scale[e],
-            _expert_bias(w13_zeros, e),
-            _expert_bias(b13, e),
-            group=group,
-        )
-        h = gated(h, **gate)
-        return linear_w4a16.reference(
-            h, w2[e], w2_scale[e], _expert_bias(w2_zeros, e), _expert_bias(b2, e), group=group
-        )
-
-    products = x.new_zeros(*ids.shape, x.shape[-1])
-    return sum_over_experts(ids, weights, len(w13), products, expert)
+    product = partial(linear_w4a16.reference, group=group)
+    up, down = (w13, w13_scale, w13_zeros, b13), (w2, w2_scale, w2_zeros, b2)
+    return one_by_one(ids, weights, (x,), product, up, lambda h: (gated(h, **gate),), down)
 
 
 @_scaled_experts(
@@ -254,25 +253,11 @@ def moe_experts_mxfp4(
                 H/32]
     """
 
-    def expert(e: int, rows: Tensor) -> Tensor:
-        scale = None if x_scale is None else x_scale[rows]
-        h = product(x[rows], scale, w13[e], w13_scale[e], _expert_bias(b13, e))
-        h = gated(h, **gate)
-        if x_scale is None:
-            return product(h, None, w2[e], w2_scale[e], _expert_bias(b2, e))
-        if x.dtype == torch.uint8:
-            return product(*quant_mxfp4.reference(h), w2[e], w2_scale[e], _expert_bias(b2, e))
-        codes, scale = quant_fp8_per_token.reference(h, x.dtype)
-        return product(codes, scale, w2[e], w2_scale[e], _expert_bias(b2, e))
+    def product(rows: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_mxfp4.reference(rows, weight, weight_scale, None, bias, out_dtype=out_dtype)
 
-    def product(
-        codes: Tensor,
-        scale: Tensor | None,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        return linear_mxfp4.reference(codes, weight, weight_scale, scale, bias, out_dtype=out_dtype)
+    def between(h: Tensor) -> tuple[Tensor]:
+        return (mxfp4_operand(*requantized_mxfp4(gated(h, **gate), x.dtype, x_scale)),)
 
-    products = x.new_zeros(*ids.shape, w2.shape[1], dtype=out_dtype)
-    return sum_over_experts(ids, weights, len(w13), products, expert)
+    up, down = (w13, w13_scale, b13), (w2, w2_scale, b2)
+    return one_by_one(ids, weights, (mxfp4_operand(x, x_scale),), product, up, between, down)

@@ -226,6 +226,13 @@ def mxfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
     return (values * e8m0_values(scale).unsqueeze(-1)).flatten(-2)
 
 
+def mxfp4_operand(x: Tensor, x_scale: Tensor | None) -> Tensor:
+    """fp32 [..., K] of the x and x_scale of linear_mxfp4."""
+    if x_scale is None:
+        return x.to(torch.float32)
+    return mxfp4_values(x, x_scale) if x.dtype == torch.uint8 else x.to(torch.float32) * x_scale
+
+
 @_scaled_linear(
     quantized_weight=MXFP4_WEIGHT,
     concat=partial(stacked, _WITH_SCALE),
@@ -246,12 +253,8 @@ def linear_mxfp4(
     x, x_scale    [..., K] of 16 bits or fp32, and None; or fp8 with [1] or [..., 1]; or MXFP4,
                   [..., K/2] and [..., K/32]
     """
-    if x.dtype == torch.uint8:
-        assert x_scale is not None
-        values = mxfp4_values(x, x_scale)
-    else:
-        values = x.to(torch.float32) if x_scale is None else x.to(torch.float32) * x_scale
-    return _finish(F.linear(values, mxfp4_values(weight, weight_scale)), bias, out_dtype)
+    values = F.linear(mxfp4_operand(x, x_scale), mxfp4_values(weight, weight_scale))
+    return _finish(values, bias, out_dtype)
 
 
 def nvfp4_values(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:

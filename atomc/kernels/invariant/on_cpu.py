@@ -18,7 +18,7 @@ from atomc.kernels.torch.mla_attention import gathered_latents
 from atomc.kernels.torch.sequence import attend, gathered, refuse_scaled_cache
 from atomc.kernels.torch.varlen_attention import varlen_attention as by_sequence
 from atomc.ops.attention import PagedSequences, loaded_values
-from atomc.ops.experts import ExpertOperands, sequential_experts
+from atomc.ops.experts import ExpertOperands, experts_by
 
 # A product of this number of rows costs little more than one row: reading the weight dominates.
 TILE = 8
@@ -59,7 +59,7 @@ def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
 
 @ops.moe_experts.kernel("invariant", refuses=refuse_gpus, syncs=True)
 def moe_experts(weight_on_input: bool, **operands: Unpack[ExpertOperands]) -> Tensor:
-    return sequential_experts(linear, weight_on_input=weight_on_input, **operands)
+    return experts_by(linear, weight_on_input=weight_on_input, **operands)
 
 
 @ops.mla_absorbed_attention.kernel("invariant", layout="paged", refuses=refuse_gpus, syncs=True)

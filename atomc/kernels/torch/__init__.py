@@ -18,7 +18,6 @@ MODULES = (
     "ssm",
     "varlen_attention",
     "experts.expert_load",
-    "experts.experts",
     "experts.experts_quantized",
     "references",
 )

@@ -1,7 +1,7 @@
 """Experts in bf16 on a GPU by the grouped matrix product of PyTorch, which reads the ends of the
 groups on the device: it can be captured in a CUDA graph.
 
-T tokens, k choices of each, P = T * k pairs, as in experts.py.
+T tokens, k choices of each, P = T * k pairs.
 """
 
 from functools import partial
@@ -13,8 +13,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import older_than, uneven, unlike
 from atomc.kernels.grouped_experts import grouped_experts
-from atomc.kernels.torch.experts.experts import weighted_sum
-from atomc.ops.experts import Gate, gated
+from atomc.ops.experts import Gate, gated, weighted_sum
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -12,15 +12,9 @@ from atomc.kernels.checks import refuse_gpus
 from atomc.kernels.cpu_linears import finish
 from atomc.kernels.dequantized import multiply, mxfp4_operand, mxfp4_values
 from atomc.kernels.torch import scaled_linear_fp8 as fp8
-from atomc.kernels.torch.experts.experts import one_by_one
-from atomc.ops.experts import Gate, gated
-from atomc.ops.quant import (
-    quant_fp8_group,
-    quant_fp8_per_token,
-    quant_fp8_static,
-    quant_int8_per_token,
-    quant_mxfp4,
-)
+from atomc.ops.experts import Gate, gated, one_by_one
+from atomc.ops.quant import quant_int8_per_token
+from atomc.ops.scaled_experts import requantized_fp8, requantized_mxfp4
 from atomc.ops.scaled_linear import int4_weight
 
 
@@ -51,12 +45,7 @@ def moe_experts_fp8(
         return fp8.scaled_linear_fp8(codes, weight, scale, weight_scale, bias, out_dtype=out_dtype)
 
     def between(h: Tensor) -> tuple[Tensor, Tensor]:
-        h = gated(h, **gate)
-        if block:
-            return quant_fp8_group.reference(h, block, dtype=x.dtype)
-        if act_scale is None:
-            return quant_fp8_per_token.reference(h, x.dtype)
-        return quant_fp8_static.reference(h, act_scale, x.dtype), act_scale.expand(len(h), 1)
+        return requantized_fp8(gated(h, **gate), x.dtype, block, act_scale)
 
     scale = x_scale.expand(len(x), 1) if x_scale.dim() == 1 else x_scale
     up, down = (w13, w13_scale, b13), (w2, w2_scale, b2)
@@ -117,15 +106,8 @@ def moe_experts_w4a16(
         total = multiply(rows, len(weight), values)
         return finish(total, rows, None, bias, x.dtype)
 
-    return one_by_one(
-        ids,
-        weights,
-        (x,),
-        product,
-        (w13, w13_scale, w13_zeros, b13),
-        lambda h: (gated(h, **gate),),
-        (w2, w2_scale, w2_zeros, b2),
-    )
+    up, down = (w13, w13_scale, w13_zeros, b13), (w2, w2_scale, w2_zeros, b2)
+    return one_by_one(ids, weights, (x,), product, up, lambda h: (gated(h, **gate),), down)
 
 
 @ops.moe_experts_mxfp4.kernel("torch", refuses=refuse_gpus, syncs=True)
@@ -143,16 +125,8 @@ def moe_experts_mxfp4(
     out_dtype: torch.dtype,
     **gate: Unpack[Gate],
 ) -> Tensor:
-    def between(h: Tensor) -> tuple[Tensor, ...]:
-        h = gated(h, **gate)
-        if x_scale is None:
-            return (h.to(torch.float32),)
-        coded = (
-            quant_mxfp4.reference(h)
-            if x.dtype == torch.uint8
-            else quant_fp8_per_token.reference(h, x.dtype)
-        )
-        return (mxfp4_operand(*coded),)
+    def between(h: Tensor) -> tuple[Tensor]:
+        return (mxfp4_operand(*requantized_mxfp4(gated(h, **gate), x.dtype, x_scale)),)
 
     def product(rows: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
         total = multiply(
