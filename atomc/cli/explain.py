@@ -26,7 +26,6 @@ from atomc.runtime.server.flags import named_value
 if TYPE_CHECKING:
     from torch.fx.node import Argument
 
-    from atomc.report.contract import Baseline
     from atomc.report.report import Report
 
 
@@ -112,17 +111,15 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--beside",
         metavar="MODEL",
-        help="compare with another model, or with a file that --json wrote, "
-        "such as with another version",
+        help="compare with another model, or with a file that --json or --save "
+        "wrote, such as with another version",
     )
-    parser.add_argument(
-        "--save", metavar="FILE", help="save the count of each rewrite and the kernel of each op"
-    )
+    parser.add_argument("--save", metavar="FILE", help="save what --json prints")
     parser.add_argument(
         "--check",
         metavar="FILE",
-        help="compare with a file that --save wrote; if anything changed, print "
-        "the differences with reasons and exit with code 1",
+        help="compare the count of each rewrite and the kernel of each op with a file that --save "
+        "or --json wrote; if one changed, print the differences with reasons and exit with code 1",
     )
 
 
@@ -136,13 +133,13 @@ def run(arguments: argparse.Namespace) -> int:
         return planning.run(arguments)
     _check_outputs(arguments)
     Options.of(_options(arguments))  # a wrong one fails before a model is made
-    saved = _read_baseline(arguments.check) if arguments.check else None
+    saved = _read_reports("--check", arguments.check) if arguments.check else None
     other = _read_beside(arguments.beside)
     reports = _reports_of(arguments, arguments.model)
     if arguments.beside and other is None:
         other = _reports_of(arguments, arguments.beside)
     if arguments.save:
-        Path(arguments.save).write_text(json.dumps(contract.baseline(reports), indent=1) + "\n")
+        Path(arguments.save).write_text(_json(reports) + "\n")
     if arguments.html:
         _write_page(arguments, reports, other)
     if saved is not None:
@@ -169,7 +166,7 @@ def _read_beside(beside: str | None) -> "list[Report] | None":
     if beside is None:
         return None
     if beside.endswith(".json") and Path(beside).is_file():
-        return _read_reports(beside)
+        return _read_reports("--beside", beside)
     if ":" not in beside:  # of a function
         local_folder(beside)
     return None
@@ -216,7 +213,7 @@ def _print(
     if arguments.why:
         texts = [report.why(arguments.why, arguments.module_path) for report in reports]
     elif arguments.json:
-        texts = [json.dumps([report.to_dict() for report in reports], indent=1, default=str)]
+        texts = [_json(reports)]
     elif other is not None:
         from atomc.report.render.compare import comparison_text
 
@@ -265,28 +262,21 @@ def _names(arguments: argparse.Namespace) -> tuple[str, str]:
     return (first, second) if first != second else models
 
 
-def _read_reports(file: str) -> "list[Report]":
-    """Reads a file written by --json. Raises ValueError for other content."""
+def _json(reports: "Sequence[Report]") -> str:
+    return json.dumps([report.to_dict() for report in reports], indent=1, default=str)
+
+
+def _read_reports(flag: str, file: str) -> "list[Report]":
+    """Reads a file written by --json or --save. Raises ValueError for other content."""
     from atomc.report.report import Report
 
+    with file_of_flag(flag, file):
+        text = Path(file).read_text()
     try:
-        loaded = json.loads(Path(file).read_text())
+        loaded = json.loads(text)
         return [Report.of(data) for data in (loaded if isinstance(loaded, list) else [loaded])]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--beside {file}: {error}") from error
-
-
-def _read_baseline(file: str) -> "Baseline":
-    try:
-        with file_of_flag("--check", file):
-            saved: Baseline = json.loads(Path(file).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not a baseline: {error}") from error
-    if not isinstance(saved, dict):
-        raise ValueError(
-            f"{file} is not a baseline: expected a file written by `atomc explain --save`"
-        )
-    return saved
+        raise ValueError(f"{flag} {file}: {error}") from error
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:

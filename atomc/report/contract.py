@@ -4,15 +4,14 @@
     "error"}
 
 A count is a number or a formula of `layers`, the number of layers in the graph; ">= layers" is a
-minimum. A baseline is the counts of a report, saved as JSON, to compare with a later compile.
+minimum. The counts of a saved report are compared with those of a later compile.
 """
 
 import ast
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, TypedDict
+from collections.abc import Callable, Mapping, Sequence
 
 from atomc.errors import ContractError, OptionsError, suggestion
 from atomc.options import Options
@@ -21,37 +20,12 @@ from atomc.report.report import Report, reports
 
 log = logging.getLogger("atomc")
 
-VERSION = 1
 _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
-
-
-class GraphCounts(TypedDict):
-    """rewrites: number of sites; kernels: "op for T tokens" -> kernel -> number of calls."""
-
-    model: str
-    treated: bool
-    layers: int
-    rewrites: dict[str, int]
-    kernels: dict[str, dict[str, int]]
-
-
-class Baseline(TypedDict):
-    """The counts of a report, in its JSON file."""
-
-    version: int
-    graphs: list[GraphCounts]
-
-
-_COMPARED: tuple[Literal["model"], Literal["treated"], Literal["layers"]] = (
-    "model",
-    "treated",
-    "layers",
-)
 
 
 def expected(rewrite: str, count: int | str, layers: int) -> tuple[int, bool]:
@@ -164,72 +138,53 @@ def check(report: Report, options: Options) -> None:
     log.warning(text)
 
 
-def baseline(reports: Iterable[Report]) -> Baseline:
-    """The counts of the graphs, as plain data for a JSON file."""
-    return {"version": VERSION, "graphs": [_counted(report) for report in reports]}
-
-
-def _counted(report: Report) -> GraphCounts:
-    kernels: dict[str, Counter[str]] = {}
-    for choice in report.kernels:
-        kernels.setdefault(f"{choice.op} for {choice.tokens} tokens", Counter())[choice.chosen] += 1
-    return {
-        "model": report.model,
-        "treated": report.treated,
-        "layers": report.num_layers,
-        "rewrites": {name: count for name, count in sorted(report.matches.items()) if count},
-        "kernels": {op: dict(sorted(counts.items())) for op, counts in sorted(kernels.items())},
-    }
-
-
-def differences(saved: Baseline, reports: Sequence[Report]) -> list[str]:
-    """The changes since a baseline was saved, one line each; for a rewrite that fires less often,
-    with the reason.
-
-    Raises ValueError for a baseline of another version.
+def differences(saved: Sequence[Report], reports: Sequence[Report]) -> list[str]:
+    """The changes of counts and kernels since reports were saved, one line each; for a rewrite that
+    fires less often, with the reason.
     """
-    if saved.get("version") != VERSION:
-        raise ValueError(
-            f"the baseline is of version {saved.get('version')!r}, expected {VERSION}: save it "
-            "again"
-        )
-    before, now = saved["graphs"], [_counted(report) for report in reports]
     changes = []
-    if len(before) != len(now):
+    if len(saved) != len(reports):
         breaks = [
             f"{r.graph_break.source}: {r.graph_break.summary}"
             for r in reports
             if r.graph_break is not None
         ]
         where = f" (breaks at {'; '.join(breaks)})" if breaks else ""
-        changes.append(f"{len(now)} graphs instead of {len(before)}{where}")
-    many = len(now) > 1
-    for number, (old, new, report) in enumerate(zip(before, now, reports, strict=False)):
+        changes.append(f"{len(reports)} graphs instead of {len(saved)}{where}")
+    many = len(reports) > 1
+    for number, (before, now) in enumerate(zip(saved, reports, strict=False)):
         where = f"graph {number}: " if many else ""
-        changes += [where + line for line in _changes(old, new, report)]
+        changes += [where + line for line in _changes(before, now)]
     return changes
 
 
-def _changes(old: GraphCounts, new: GraphCounts, report: Report) -> list[str]:
-    lost = old["treated"] and not new["treated"]
-    why = {"treated": f" ({report.why_not})"} if lost else {}
-    changes = [
-        f"{name}: {old[name]!r} became {new[name]!r}{why.get(name, '')}"
-        for name in _COMPARED
-        if old[name] != new[name]
-    ]
+def _changes(before: Report, now: Report) -> list[str]:
+    lost = before.treated and not now.treated
+    facts = (
+        ("model", before.model, now.model, ""),
+        ("treated", before.treated, now.treated, f" ({now.why_not})" if lost else ""),
+        ("layers", before.num_layers, now.num_layers, ""),
+    )
+    changes = [f"{name}: {a!r} became {b!r}{why}" for name, a, b, why in facts if a != b]
     if lost:
         return changes
-    for rewrite in sorted(old["rewrites"].keys() | new["rewrites"].keys()):
-        before, now = old["rewrites"].get(rewrite, 0), new["rewrites"].get(rewrite, 0)
-        if before > now:
-            changes.append(_violation_text(report, rewrite, before, False, str(before)))
-        elif before < now:
-            changes.append(f"{rewrite} fired {now} times instead of {before}")
-    for op in sorted(old["kernels"].keys() | new["kernels"].keys()):
-        was, became = old["kernels"].get(op, {}), new["kernels"].get(op, {})
-        if was != became:
-            changes.append(
-                f"{op}: {counted(was) or 'nothing'} became {counted(became) or 'nothing'}"
-            )
+    for rewrite in sorted(before.matches.keys() | now.matches.keys()):
+        was, count = before.matches[rewrite], now.matches[rewrite]
+        if was > count:
+            changes.append(_violation_text(now, rewrite, was, False, str(was)))
+        elif was < count:
+            changes.append(f"{rewrite} fired {count} times instead of {was}")
+    old, new = _kernels(before), _kernels(now)
+    for op in sorted(old.keys() | new.keys()):
+        if old.get(op) != new.get(op):
+            names = [counted(of.get(op, {})) or "nothing" for of in (old, new)]
+            changes.append(f"{op}: {names[0]} became {names[1]}")
     return changes
+
+
+def _kernels(report: Report) -> dict[str, Counter[str]]:
+    """Of "op for T tokens" -> kernel -> number of calls."""
+    kernels: dict[str, Counter[str]] = {}
+    for choice in report.kernels:
+        kernels.setdefault(f"{choice.op} for {choice.tokens} tokens", Counter())[choice.chosen] += 1
+    return kernels
