@@ -152,29 +152,29 @@ def differences(saved: Sequence[Report], reports: Sequence[Report]) -> list[str]
         where = f" (breaks at {'; '.join(breaks)})" if breaks else ""
         changes.append(f"{len(reports)} graphs instead of {len(saved)}{where}")
     many = len(reports) > 1
-    for number, (before, now) in enumerate(zip(saved, reports, strict=False)):
+    for number, (before, current) in enumerate(zip(saved, reports, strict=False)):
         where = f"graph {number}: " if many else ""
-        changes += [where + line for line in _changes(before, now)]
+        changes += [where + line for line in _changes(before, current)]
     return changes
 
 
-def _changes(before: Report, now: Report) -> list[str]:
-    lost = before.treated and not now.treated
+def _changes(before: Report, current: Report) -> list[str]:
+    lost = before.treated and not current.treated
     facts = (
-        ("model", before.model, now.model, ""),
-        ("treated", before.treated, now.treated, f" ({now.why_not})" if lost else ""),
-        ("layers", before.num_layers, now.num_layers, ""),
+        ("model", before.model, current.model, ""),
+        ("treated", before.treated, current.treated, f" ({current.why_not})" if lost else ""),
+        ("layers", before.num_layers, current.num_layers, ""),
     )
     changes = [f"{name}: {a!r} became {b!r}{why}" for name, a, b, why in facts if a != b]
     if lost:
         return changes
-    for rewrite in sorted(before.matches.keys() | now.matches.keys()):
-        was, count = before.matches[rewrite], now.matches[rewrite]
+    for rewrite in sorted(before.matches.keys() | current.matches.keys()):
+        was, count = before.matches[rewrite], current.matches[rewrite]
         if was > count:
-            changes.append(_violation_text(now, rewrite, was, False, str(was)))
+            changes.append(_violation_text(current, rewrite, was, False, str(was)))
         elif was < count:
             changes.append(f"{rewrite} fired {count} times instead of {was}")
-    old, new = _kernels(before), _kernels(now)
+    old, new = _kernels(before), _kernels(current)
     for op in sorted(old.keys() | new.keys()):
         if old.get(op) != new.get(op):
             names = [counted(of.get(op, {})) or "nothing" for of in (old, new)]
