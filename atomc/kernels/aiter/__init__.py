@@ -12,6 +12,7 @@ MODULES = (
     "collective.collective_quant",
     "experts.experts",
     "experts.experts_blocks",
+    "experts.experts_mxfp4",
     "experts.experts_mxfp4_triton",
     "experts.experts_triton",
     "latent.head_product",

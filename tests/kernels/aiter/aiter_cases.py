@@ -66,14 +66,11 @@ IN_TRITON = sorted(
     if name.partition(".")[0].endswith("_triton") or name.partition(".")[0] in PLAINLY_NAMED
 )
 COMPILED = sorted(set(KERNELS) - set(IN_TRITON))
-# Compiled for some steps, in Triton for the others; or a product in Triton before what is compiled.
+# Compiled for some steps, in Triton for the others, which read lengths on the host.
 PARTLY_COMPILED = {
-    "latent_attention.mla_absorbed_attention",
     "latent_prompts.mla_paged_attention",
     "latent_prompts.quantized_mla_paged_attention",
-    "mla_unfused.bmm_rope_kv_write",
     "paged_attention.paged_attention",
-    "shuffled_attention.paged_attention",
     "shuffled_attention_gluon.paged_attention",
 }
 

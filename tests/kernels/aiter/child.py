@@ -8,7 +8,8 @@ interpret  Triton's interpreter runs the kernels; the results are compared with 
            op
 compile    each launch compiles the kernel to an object for ARCH, and launches nothing
 cuda       as interpret, but on a GPU of NVIDIA's, for which Triton compiles the kernels
-fake       on fake tensors: shapes, dtypes and strides are compared with those of the op
+fake       on fake tensors: shapes, dtypes and strides are compared with those of the op; Triton
+           launches nothing
 
 For each line of standard input, {"kernel": name, "dtype": name, "most": number of cases}, one line
 with {case: outcome}; an outcome begins with "passed", "refused" or "failed". {"lacking": ""} asks
@@ -40,6 +41,8 @@ def main(mode: str, arch: str, source: str, folder: str) -> None:
             Path(folder, "compiled")
         )  # another compiler than its users' by two rules
         stage.leave_out_what_is_amds()
+    if mode == "fake":
+        stage.launch_nothing()
     import trials  # which imports Triton and, when asked, AITER
 
     for line in sys.stdin:

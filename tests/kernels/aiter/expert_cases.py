@@ -11,6 +11,7 @@ from kernel_cases.experts import DEEPSEEK, OAI, fp8, fp8_block, full, mxfp4, out
 
 WHOLE = {"hidden": 128, "inner": 256}
 COLUMNS = {"hidden": 128, "inner": 64}
+GROUPS = {"hidden": 256, "inner": 256, "activation_format": "mxfp4"}
 
 
 def logits_with_gaps(draw: Draw, **rest: Any) -> dict[str, Any]:
@@ -99,5 +100,18 @@ def of_experts(native: torch.dtype) -> dict[str, Cases]:
             "GPT-OSS": partial(mxfp4, **COLUMNS, bias=True, **OAI),
             "GPT-OSS, other devices' experts": partial(outside, mxfp4, **COLUMNS, bias=True, **OAI),
             "other devices' experts, whole columns": partial(outside, mxfp4, **COLUMNS),
+            **{
+                f"codes, {name}": partial(mxfp4, **GROUPS | given)
+                for name, given in {
+                    "whole tiles": {},
+                    "more tiles": {"hidden": 512, "inner": 256, "tokens": 33, "experts": 3},
+                    "one choice": {"k": 1},
+                    "one token": {"tokens": 1, "k": 3},
+                    "no tokens": {"tokens": 0},
+                    "rounded weights": {"rounded": True},
+                    "gelu": {"activation": "gelu"},
+                }.items()
+            },
+            "codes, other devices' experts": partial(outside, mxfp4, **GROUPS),
         },
     }

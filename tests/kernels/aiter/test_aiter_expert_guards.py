@@ -7,7 +7,7 @@ import stand_ins
 import torch
 from aiter_cases import FP8_OF, KERNELS
 from compare import compare
-from expert_cases import COLUMNS, WHOLE
+from expert_cases import COLUMNS, GROUPS, WHOLE
 from kernel_cases.draw import Draw
 from kernel_cases.experts import DEEPSEEK, OAI, fp8, fp8_block, full, mxfp4, route
 from test_kernels import run
@@ -97,13 +97,15 @@ def test_logits_whose_rows_have_no_stride_of_their_own_are_refused() -> None:
         ("experts.moe_experts", full, {}),
         ("experts.moe_experts_fp8", fp8, {"per": "tensor", "dtype": FP8_OF["gfx950"]}),
         ("experts_blocks.moe_experts_fp8", fp8_block, {"dtype": FP8_OF["gfx950"]}),
+        ("experts_mxfp4.moe_experts_mxfp4", mxfp4, GROUPS),
     ],
 )
 def test_experts_that_aiters_kernels_have_not_are_refused(
     name: str, make: Any, more: dict[str, Any], rest: dict[str, Any], said: str
 ) -> None:
-    assert reason(name, make(DRAW, **WHOLE, **more)) is None
-    assert reason(name, make(DRAW, **WHOLE, **more, **rest)) == said
+    made = WHOLE | more
+    assert reason(name, make(DRAW, **made)) is None
+    assert reason(name, make(DRAW, **made, **rest)) == said
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_static_and_dynamic_scales_are_not_mixed() -> None:
         (
             {"activation_format": "mxfp4"},
             "gfx950",
-            "argument: AITER's kernel gets x in bf16, not in codes with scales",
+            "argument: AITER's Triton kernel gets x in bf16, not in codes with scales",
         ),
         (
             {"hidden": 96},
@@ -179,6 +181,46 @@ def test_experts_in_mxfp4_get_whole_tiles_of_columns_in_bf16(
 ) -> None:
     made = mxfp4(DRAW, **COLUMNS | given)
     assert reason("experts_mxfp4_triton.moe_experts_mxfp4", made, arch) == said
+
+
+@pytest.mark.parametrize(
+    ("given", "arch", "said"),
+    [
+        ({}, "gfx950", None),
+        ({}, "gfx942", "hardware: gfx942 does not multiply MXFP4"),
+        (
+            {"activation_format": "16 bits"},
+            "gfx950",
+            "dtype: AITER's kernel multiplies MXFP4 by MXFP4, here x is torch.bfloat16",
+        ),
+        (
+            {"activation_format": "fp8"},
+            "gfx950",
+            "dtype: AITER's kernel multiplies MXFP4 by MXFP4, here x is torch.float8_e4m3fn",
+        ),
+        (
+            {"hidden": 384},
+            "gfx950",
+            "shape: experts of 384 x 256: AITER takes multiples of 256 up to 16384",
+        ),
+        (
+            {"inner": 128},
+            "gfx950",
+            "shape: experts of 256 x 128: AITER takes multiples of 256 up to 16384",
+        ),
+        (
+            {"hidden": 16640, "experts": 1, "k": 1},
+            "gfx950",
+            "shape: experts of 16640 x 256: AITER takes multiples of 256 up to 16384",
+        ),
+        ({"inner": 16384, "experts": 1, "k": 1}, "gfx950", None),
+    ],
+)
+def test_experts_in_mxfp4_get_whole_tiles_of_codes(
+    given: dict[str, Any], arch: str, said: str | None
+) -> None:
+    made = mxfp4(DRAW, **GROUPS | given)
+    assert reason("experts_mxfp4.moe_experts_mxfp4", made, arch) == said
 
 
 def test_experts_in_mxfp4_are_not_multiplied_by_rows_in_fp16() -> None:

@@ -14,7 +14,7 @@ from aiter_cases import KERNELS, SHUFFLED
 from aiter_cases import cases as kernel_cases_of
 from argument_changes import placed
 from compare import compare
-from expert_cases import COLUMNS, WHOLE
+from expert_cases import COLUMNS, GROUPS, WHOLE
 from kernel_cases.attention import attended, paged
 from kernel_cases.draw import EPS, Draw, cache_scales
 from kernel_cases.experts import fp8, fp8_block, int4, mxfp4, route
@@ -472,6 +472,10 @@ CASES: dict[str, tuple[str, Make]] = {
     "experts by blocks, 192 inner": (
         "experts_blocks.moe_experts_fp8",
         lambda draw: fp8_block(draw, hidden=128, inner=192),
+    ),
+    "experts in MXFP4, codes, out in fp32": (
+        "experts_mxfp4.moe_experts_mxfp4",
+        lambda draw: mxfp4(draw, **GROUPS) | {"out_dtype": torch.float32},
     ),
     "experts in MXFP4, out in fp32": (
         "experts_mxfp4_triton.moe_experts_mxfp4",

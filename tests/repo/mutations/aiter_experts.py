@@ -7,6 +7,7 @@ ROUTE = values("route.topk_route")
 EXPERTS = values("experts.moe_experts")
 FP8 = values("experts.moe_experts_fp8")
 BLOCKS = values("experts_blocks.moe_experts_fp8")
+MXFP4 = values("experts_mxfp4.moe_experts_mxfp4")
 GUARDS = "tests/kernels/aiter/test_aiter_expert_guards.py"
 
 BUGS: list[Bug] = [
@@ -97,18 +98,43 @@ BUGS: list[Bug] = [
     ),
     bug("experts/experts", "columns = 256\n", "columns = 128\n", GUARDS),
     bug("experts/experts", "NARROW = 192", "NARROW = 320", GUARDS),
-    bug("experts/experts_blocks", "        len(is_expert),\n", "        len(gate_up),\n", BLOCKS),
-    bug("experts/experts_blocks", "a2_scale=scales", "a2_scale=x_scale", BLOCKS),
-    bug("experts/experts_blocks", "w1_scale=w13_scale", "w1_scale=w2_scale", BLOCKS),
-    bug("experts/experts_blocks", "sorted_weights=routed", "sorted_weights=None", BLOCKS),
+    bug("experts/stages", "            len(is_expert),\n", "            len(w13),\n", BLOCKS),
+    bug("experts/stages", "a2_scale=h_scale", "a2_scale=w2_scale", BLOCKS),
+    bug("experts/stages", "w1_scale=w13_scale", "w1_scale=x_scale", BLOCKS),
+    bug("experts/stages", "sorted_weights=self.routed", "sorted_weights=None", BLOCKS),
+    bug("experts/stages", "MANY, FEW = 64, 32", "MANY, FEW = 128, 32", BLOCKS),
+    bug(
+        "experts/stages",
+        "tiled(w13), tiled(w2), self.places",
+        "tiled(w2), tiled(w13), self.places",
+        BLOCKS,
+    ),
     bug("experts/experts_blocks", "gated.view(-1, BLOCK), scales", "gated, scales", BLOCKS),
     bug("experts/experts_blocks", "PER_BLOCK = 4", "PER_BLOCK = 2", BLOCKS),
-    bug("experts/experts_blocks", "MANY, FEW = 64, 32", "MANY, FEW = 128, 32", BLOCKS),
+    bug("experts/experts_mxfp4", "PER_GROUP = 3", "PER_GROUP = 4", MXFP4),
     bug(
-        "experts/experts_blocks",
-        "tiled(gate_up), tiled(down), places",
-        "tiled(down), tiled(gate_up), places",
-        BLOCKS,
+        "experts/experts_mxfp4",
+        "sorted_scales(x_scale, hidden)",
+        "e8m0_view(x_scale.contiguous())",
+        MXFP4,
+    ),
+    bug(
+        "experts/experts_mxfp4",
+        "dynamic_mxfp4_quant(gated.flatten(0, 1))",
+        'ops.quant_mxfp4.reference(gated.flatten(0, 1), "up")',
+        MXFP4,
+    ),
+    bug(
+        "experts/experts_mxfp4",
+        '        "w2_scale": _relaid_scales,\n',
+        '        "w2_scale": lambda scale: Prepared((scale.detach(),)),\n',
+        MXFP4,
+    ),
+    bug(
+        "experts/experts_mxfp4",
+        "hidden % AT_ONCE or inner % AT_ONCE",
+        "hidden % AT_ONCE",
+        f"{GUARDS} -k mxfp4",
     ),
     bug("linear/packing", "piece = 16 // numbers.element_size()", "piece = 16", EXPERTS),
 ]

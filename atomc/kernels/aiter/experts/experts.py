@@ -2,7 +2,8 @@
 assembly's kernels, which its tables choose for a shape.
 
 Its weights lie in tiles (packing). It takes codes with their scales as it takes 16 bits, where no
-kernel of its tables quantizes x itself: not by blocks (experts_blocks.py), nor in MXFP4.
+kernel of its tables reads x in 16 bits: not by blocks (experts_blocks.py), nor in MXFP4
+(experts_mxfp4.py).
 """
 
 import torch

@@ -64,7 +64,7 @@ def _product(
 
 def _partial_tiles(w13: Tensor, w2: Tensor, x_scale: Tensor | None) -> Refusal | None:
     if x_scale is not None:
-        return Refusal("argument", "AITER's kernel gets x in bf16, not in codes with scales")
+        return Refusal("argument", "AITER's Triton kernel gets x in bf16, not in codes with scales")
     hidden, inner = w2.shape[1], w13.shape[1] // 2
     # The kernel masks the last tile of inputs by columns where bytes are meant.
     if hidden % COLUMNS or inner % COLUMNS:

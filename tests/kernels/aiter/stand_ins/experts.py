@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stand_ins import ARCH, stands_for
-from stand_ins.formats import native_fp8, to_codes
+from stand_ins.formats import (
+    e2m1_numbers,
+    native_fp8,
+    scale_place,
+    to_codes,
+    unshuffled_scale,
+)
 from stand_ins.memory import check, contiguous_view, fp32
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -44,7 +50,7 @@ def ActivationType(value: int) -> _Activation:
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """Weights [E, N, K] back in rows: tiles of 16 rows and 32 columns, tile behind tile along a
+    """Weights [E, N, K], or of two codes a byte, back in rows: tiles of 16 rows and 32 columns, tile behind tile along a
     row; in a tile, pieces of 16 bytes, of one place in all rows before those of the next one.
     """
     n_size, k_size = weight.shape[1:]
@@ -77,8 +83,13 @@ def _check_tiles(hidden: int, inner: int, codes: bool) -> None:
 
 def _numbers(weight: Tensor, scale: Tensor | None, quant: _Quant) -> Tensor:
     """The weights [E, N, K] in fp32."""
-    plain = _plain(weight).float()
     experts, n, k = weight.shape
+    if quant == _Quant.per_1x32:
+        assert scale is not None
+        check(scale.dtype == torch.float8_e8m0fnu, "weight scales are read as e8m0")
+        of_groups = unshuffled_scale(scale, experts * n, k // 16).view(experts, n, -1)
+        return e2m1_numbers(_plain(weight)) * of_groups.repeat_interleave(32, 2)
+    plain = _plain(weight).float()
     if quant == _Quant.No:
         return plain
     assert scale is not None
@@ -251,10 +262,54 @@ def _sorted(
 
 
 def _check_stage(hidden: int, inner: int, block_m: int | None, quant: _Quant, w: Tensor) -> None:
-    check(quant == _Quant.per_1x128, "other scales: not played")
+    check(quant in (_Quant.per_1x128, _Quant.per_1x32), "other scales: not played")
     check(block_m in (32, 64), f"Unsupported block_m value for moe heuristic dispatch: {block_m}")
-    check(hidden % 128 == 0 and inner % 128 == 0, "does not support this GEMM problem")
-    check(w.dtype == native_fp8(), "Unsupported kernel config for moe heuristic dispatch")
+    whole, dtype = 128, native_fp8()
+    if quant == _Quant.per_1x32:
+        check(ARCH.get() == "gfx950", "Unsupported kernel config for moe heuristic dispatch")
+        check(getattr(w, "is_shuffled", False), "another kernel, for plain weights: not played")
+        whole, dtype = 256, torch.float4_e2m1fn_x2
+    check(hidden % whole == 0 and inner % whole == 0, "does not support this GEMM problem")
+    check(w.dtype == dtype, "Unsupported kernel config for moe heuristic dispatch")
+
+
+@stands_for("aiter")
+def mxfp4_moe_sort_fwd(
+    scale: Tensor, sorted_ids: Tensor, num_valid_ids: Tensor, token_num: int, cols: int
+) -> Tensor:
+    """The e8m0 scales of rows [tokens, cols] or [tokens, k, cols] in the order of the sorted ids, in
+    tiles; as many rows a token as there are scales for.
+    """
+    check(cols <= 16384, "input last dim has exceeded the maximum value 16384")
+    groups = -(-cols // 32)
+    rows = scale.numel() // groups // token_num  # of a token
+    read = contiguous_view(scale.view(torch.uint8), token_num * rows, groups)
+    padded = (-(-sorted_ids.shape[0] // 32) * 32, -(-groups // 8) * 8)
+    out = torch.full(padded, 0xFF, dtype=torch.uint8)
+    place = torch.arange(int(num_valid_ids[0]))
+    token, slot = sorted_ids[place] & 0xFFFFFF, sorted_ids[place] >> 24
+    real = (token < token_num) & ((slot < rows) | (rows == 1))
+    row = (token * rows + (slot if rows > 1 else 0))[real].long()
+    to = scale_place(place[real][:, None], torch.arange(groups), padded[1])
+    out.view(-1)[to] = read[row]
+    return out.view(torch.float8_e8m0fnu)
+
+
+def _rows_of_places(
+    codes: Tensor, scale: Tensor | None, quant: _Quant, row: Tensor, place: Tensor, columns: int
+) -> Tensor:
+    """The numbers [n, columns] of these rows: fp8 under scales by row and block of 128 columns, or
+    e2m1 under scales by place and group of 32 columns.
+    """
+    assert scale is not None
+    if quant == _Quant.per_1x128:
+        of_blocks = fp32(scale, "activation scale", codes.numel() // columns, columns // 128)
+        x = contiguous_view(codes, codes.numel() // columns, columns).float()
+        return (x * of_blocks.repeat_interleave(128, 1))[row]
+    check(scale.dtype == torch.float8_e8m0fnu, "activation scales are read as e8m0")
+    x = e2m1_numbers(contiguous_view(codes, 2 * codes.numel() // columns, columns // 2))
+    of_groups = unshuffled_scale(scale, scale.shape[0], columns // 32)[place]
+    return x[row] * of_groups.repeat_interleave(32, 1)
 
 
 @stands_for("aiter")
@@ -278,23 +333,25 @@ def ck_moe_stage1_fwd(
     use_non_temporal_load: bool | None = False,
     dst_type: torch.dtype | None = None,
 ) -> Tensor:
-    """fp8 by blocks: x [T, H] by its gate and up, and their activation, into out [T, k, I]."""
+    """fp8 by blocks and MXFP4: x [T, H] by its gate and up, and their activation, into out
+    [T, k, I].
+    """
     check(sorted_weights is None and kernelName == "" and (splitk or 0) <= 1, "not played")
-    quant, (tokens, hidden), inner = _Quant(quant_type.value), hidden_states.shape, w1.shape[1] // 2
+    quant, tokens = _Quant(quant_type.value), hidden_states.shape[0]
+    hidden, inner = w2.shape[1], w1.shape[1] // 2
     _check_stage(hidden, inner, block_m, quant, w1)
     check(out.dtype in HALVES, "Out dtype only support BFloat16/Float16!")
     check(hidden_states.dtype == w1.dtype, "Unsupported kernel config for moe heuristic dispatch")
-    assert a1_scale is not None and block_m is not None
-    scales = fp32(a1_scale, "a1_scale", tokens, hidden // 128).repeat_interleave(128, 1)
-    x = contiguous_view(hidden_states, tokens, hidden).float() * scales
+    assert block_m is not None
     weight = _numbers(w1, w1_scale, quant)
     written = contiguous_view(out, tokens, topk, inner)
-    _, token, slot, expert = _sorted(
+    place, token, slot, expert = _sorted(
         sorted_token_ids, sorted_expert_ids, num_valid_ids, block_m, tokens
     )
+    x = _rows_of_places(hidden_states, a1_scale, quant, token, place, hidden)
     for e in expert.unique().tolist():
-        t, s = token[expert == e], slot[expert == e]
-        written[t, s] = _act(x[t] @ weight[e].t(), activation).to(out.dtype)
+        of = expert == e
+        written[token[of], slot[of]] = _act(x[of] @ weight[e].t(), activation).to(out.dtype)
     return out
 
 
@@ -317,21 +374,23 @@ def ck_moe_stage2_fwd(
     activation: _Activation = _Activation.Silu,
     use_non_temporal_load: bool | None = False,
 ) -> Tensor:
-    """fp8 by blocks: adds each choice's weight times its result to out [T, H], in its dtype."""
-    quant, (tokens, _, inner), hidden = _Quant(quant_type.value), inter_states.shape, w2.shape[1]
+    """fp8 by blocks and MXFP4: adds each choice's weight times its result to out [T, H], in its
+    dtype.
+    """
+    quant, tokens = _Quant(quant_type.value), inter_states.shape[0]
+    hidden, inner = w2.shape[1], w1.shape[1] // 2
     _check_stage(hidden, inner, block_m, quant, w2)
     check(out.dtype in HALVES, "Out dtype only support BFloat16/Float16!")
     check(inter_states.dtype == w2.dtype, "Unsupported kernel config for moe heuristic dispatch")
     check(kernelName == "", "not played")
-    assert a2_scale is not None and block_m is not None
-    scales = fp32(a2_scale, "a2_scale", tokens, topk, inner // 128).repeat_interleave(128, 2)
-    x = contiguous_view(inter_states, tokens, topk, inner).float() * scales
+    assert block_m is not None
     weight = _numbers(w2, w2_scale, quant)
     places, token, slot, expert = _sorted(
         sorted_token_ids, sorted_expert_ids, num_valid_ids, block_m, tokens
     )
-    for place, t, s, e in zip(*(x.tolist() for x in (places, token, slot, expert)), strict=True):
-        y = x[t, s] @ weight[e].t()
+    x = _rows_of_places(inter_states, a2_scale, quant, token * topk + slot, places, inner)
+    for row, place, t, e in zip(x, *(x.tolist() for x in (places, token, expert)), strict=True):
+        y = row @ weight[e].t()
         y = y if sorted_weights is None else y * fp32(sorted_weights, "sorted_weights")[place]
         out[t] = (out[t].float() + y.to(out.dtype).float()).to(out.dtype)
     return out
