@@ -51,7 +51,7 @@ MODULES = (
     "linear.scaled_linear",
     "linear.scaled_linear_blocks",
     "linear.scaled_linear_rows",
-    "linear.scaled_linear_triton",
+    "linear.linear_triton",
     "attention.shuffled_attention_triton",
     "attention.shuffled_kv_write",
     "attention.shuffled_rope_kv_write",

@@ -19,6 +19,7 @@ from kernel_cases.attention import attended, paged
 from kernel_cases.draw import EPS, Draw, cache_scales
 from kernel_cases.experts import fp8, fp8_block, int4, mxfp4, route
 from kernel_cases.indexer import index_written, ranked_codes
+from kernel_cases.linear import LINEAR_FP32
 from kernel_cases.mla import (
     half_multiplied,
     latent_attended,
@@ -150,8 +151,17 @@ CASES: dict[str, tuple[str, Make]] = {
             f"{file}.scaled_linear_fp8",
             partial(one_scale, name=name),
         )
-        for file in ("scaled_linear", "scaled_linear_rows", "scaled_linear_triton")
+        for file in ("scaled_linear", "scaled_linear_rows", "linear_triton")
         for name in ("x_scale", "weight_scale")
+    },
+    **{
+        f"{' and '.join(names)} in {dtype} multiplied to fp32": (
+            "linear_triton.linear_fp32",
+            lambda draw, names=names, dtype=dtype: in_dtype(
+                LINEAR_FP32["odd sizes"], draw, dtype, *names
+            ),
+        )
+        for dtype, *names in ((torch.float32, "x", "weight"), (torch.float16, "weight"))
     },
     **{
         f"two norms of {x} and {y} columns": (
@@ -199,7 +209,7 @@ CASES: dict[str, tuple[str, Make]] = {
         lambda draw: mxfp4_operands(draw, 3, 256, out=48),
     ),
     "MXFP4 by 16 bits in Triton": (
-        "scaled_linear_triton.linear_mxfp4",
+        "linear_triton.linear_mxfp4",
         lambda draw: mxfp4_operands(draw, 3, 256, out=48),
     ),
     "a sum of whole numbers": (
@@ -619,7 +629,7 @@ CASES: dict[str, tuple[str, Make]] = {
         ),
     ),
     "fp8 by blocks of 64 in Triton": (
-        "scaled_linear_triton.scaled_linear_fp8_block",
+        "linear_triton.scaled_linear_fp8_block",
         lambda draw: (
             scaled_blocks(draw, 3, 128, out=64)
             | {"x_scale": draw.normal(3, 2, dtype=torch.float32).abs() / 400}
@@ -627,7 +637,7 @@ CASES: dict[str, tuple[str, Make]] = {
         ),
     ),
     "fp8 in Triton, 64 inputs": (
-        "scaled_linear_triton.scaled_linear_fp8_block",
+        "linear_triton.scaled_linear_fp8_block",
         lambda draw: scaled_blocks(draw, 3, 64, out=64),
     ),
     "MXFP4, 48 outputs by 16 bits": (

@@ -1,4 +1,4 @@
-"""Products in few bits in Triton, over weights as they are. The kernels take the strides of both
+"""Products in Triton, over weights as they are. The kernels take the strides of both
 factors; scales of tokens and outputs follow each other.
 """
 
@@ -16,6 +16,28 @@ def _codes(x: Tensor, w: Tensor) -> None:
     check(x.dtype == w.dtype, "both operands of a dot have one dtype")
     check(x.dtype in (torch.int8, native_fp8()), f"no instructions for {x.dtype}")
     check(x.shape[1] == w.shape[1], "Incompatible dimensions!!!")
+
+
+@stands_for(f"{GEMM}.gemm_a16w16", "aiter.ops.triton.gemm_a16w16")
+def gemm_a16w16(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = torch.bfloat16,
+    y: Tensor | None = None,
+    config: object = None,
+    activation: str | None = None,
+    skip_reduce: bool | None = False,
+    kernel_type: str = "bandwidth_bound",
+    backend: str | None = None,
+) -> Tensor:
+    """Summed in fp32, also where K is split, and rounded once."""
+    check(y is None and config is None and activation is None and not skip_reduce, "not played")
+    check(bias is None and backend is None, "not played")
+    check(x.dtype in (torch.float16, torch.bfloat16), "its tiles are those of 16 bits")
+    check(x.dtype == w.dtype, "both operands of a dot have one dtype")
+    check(x.shape[1] == w.shape[1], "Incompatible matrix shapes.")
+    return (x.double() @ w.double().t()).float().to(dtype or torch.bfloat16)
 
 
 @stands_for(f"{GEMM}.gemm_a8w8", "aiter.ops.triton.gemm_a8w8")

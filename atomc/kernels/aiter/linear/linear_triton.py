@@ -1,4 +1,6 @@
-"""Linear layers in 8 and 4 bits by AITER's Triton kernels, over weights as they lie."""
+"""Linear layers by AITER's Triton kernels, over weights as they lie: in 8 and 4 bits, and in 16
+bits with an fp32 result.
+"""
 
 from typing import Unpack
 
@@ -17,12 +19,16 @@ from atomc.kernels.aiter.library import (
     unfit,
 )
 from atomc.kernels.aiter.linear.scaled_linear import not_mxfp4
-from atomc.kernels.checks import first_refusal, named, unsupported
+from atomc.kernels.checks import first_refusal, named, unlike, unsupported
 from atomc.kernels.row_views import as_rows
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.ops.scaled_linear import ScaledOperands
 from atomc.platform import Platform
 
+triton_gemm_a16w16 = Function(
+    "gemm_a16w16", "aiter.ops.triton.gemm.basic.gemm_a16w16", "aiter.ops.triton.gemm_a16w16"
+)
 triton_gemm_a8w8 = Function(
     "gemm_a8w8", "aiter.ops.triton.gemm.basic.gemm_a8w8", "aiter.ops.triton.gemm_a8w8"
 )
@@ -40,6 +46,14 @@ joins_splits = Function(
     "_gemm_splitk_reduce_kernel", "aiter.ops.triton._triton_kernels.common.splitk_reduce"
 )
 AT_ONCE = 256
+
+
+# Not gemm_a16w16 of aiter.tuned_gemm: for most shapes it rounds to 16 bits, and casts that to fp32.
+@ops.linear_fp32.kernel(
+    "aiter", refuses=first_refusal(installed(triton_gemm_a16w16), named("x weight", unlike, HALVES))
+)
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    return product_of_rows(triton_gemm_a16w16, x, weight, dtype=torch.float32)
 
 
 def _other_scales(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
