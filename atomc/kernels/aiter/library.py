@@ -197,22 +197,26 @@ def dense_rows(x: Tensor) -> Tensor:
     return as_rows(x).contiguous()
 
 
+def plus(out: Tensor, bias: Tensor | None) -> Tensor:
+    """out + bias, in out: for products of AITER's that add none. It rounds a second time."""
+    return out if bias is None else out.add_(bias)
+
+
 def product_of_rows(
-    function: Function,
+    function: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
     *operands: Tensor,
     dtype: torch.dtype,
-    **how: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """function(rows of x, weight, ...), a product of x [..., K] -> [..., N] in dtype; weight [N,
-    ...]. Of no rows it is not called.
+    """function(rows of x, weight, ...), a product of x [..., K] -> [..., N] in dtype, plus bias
+    [N]; weight [N, ...]. Of no rows it is not called.
     """
     shape = (*x.shape[:-1], weight.shape[0])
     if not x.numel():
         return x.new_empty(shape, dtype=dtype)
-    out: Tensor = function(as_rows(x), weight, *operands, dtype=dtype, **how)
-    return out.view(shape)
+    return plus(function(as_rows(x), weight, *operands, dtype=dtype).view(shape), bias)
 
 
 def neighbours(first: Tensor, second: Tensor) -> bool:

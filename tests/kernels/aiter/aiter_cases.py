@@ -30,7 +30,13 @@ from kernel_cases.mla import (
     multiplied_and_written,
     split_and_joined,
 )
-from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
+from kernel_cases.scaled_linear import (
+    int8_operands,
+    mxfp4_operands,
+    scale_of,
+    scaled_blocks,
+    scaled_fp8,
+)
 from kernel_cases.state import norm_rope_written, rope_written
 from row_cases import of_rows
 
@@ -127,18 +133,39 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             "whole tiles": lambda draw: scaled_fp8(draw, 33, 256, out=64, dtype=fp8),
             "odd sizes, native": lambda draw: scaled_fp8(draw, 7, 80, out=33, dtype=fp8),
             "bias, native": lambda draw: scaled_fp8(draw, 7, 80, out=33, bias=True, dtype=fp8),
-            "per tensor, native": lambda draw: scaled_fp8(
-                draw, 33, 256, out=64, per="tensor", dtype=fp8
+            "whole tiles, bias": lambda draw: scaled_fp8(
+                draw, 5, 1536, out=64, bias=True, dtype=fp8
             ),
+            **{
+                f"per tensor, native{', bias' * bias}": lambda draw, bias=bias: scaled_fp8(
+                    draw, 33, 256, out=64, per="tensor", dtype=fp8, bias=bias
+                )
+                for bias in (False, True)
+            },
         },
         "scaled_linear_fp8_block": {
             "whole tiles": lambda draw: scaled_blocks(draw, 33, 256, out=64, dtype=fp8),
             "odd sizes, native": lambda draw: scaled_blocks(draw, 7, 208, out=144, dtype=fp8),
+            "whole blocks, bias": lambda draw: scaled_blocks(
+                draw, 2, 5, 256, out=144, bias=True, dtype=fp8
+            ),
+            "column-major scales, bias": lambda draw: (
+                scaled_blocks(draw, 5, 384, out=128, bias=True, dtype=fp8)
+                | {"x_scale": scale_of(draw, 3, 5).t()}
+            ),
         },
-        "scaled_linear_int8": {"whole tiles": lambda draw: int8_operands(draw, 33, 128, out=64)},
+        "scaled_linear_int8": {
+            f"whole tiles{', bias' * bias}": lambda draw, bias=bias: int8_operands(
+                draw, 33, 128, out=64, bias=bias
+            )
+            for bias in (False, True)
+        },
         "linear_mxfp4": {
             "whole tiles": lambda draw: mxfp4_operands(draw, 33, 256, out=64, activation="mxfp4"),
             "few rows": lambda draw: mxfp4_operands(draw, 5, 512, out=96, activation="mxfp4"),
+            "bias, codes": lambda draw: mxfp4_operands(
+                draw, 2, 5, 256, out=48, activation="mxfp4", bias=True
+            ),
         },
         "rope_kv_write": {
             **{

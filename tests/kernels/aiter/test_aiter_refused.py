@@ -200,10 +200,6 @@ CASES: dict[str, tuple[str, Make]] = {
             | {"weight": given["weight"].t().contiguous().t()}
         ),
     ),
-    "MXFP4 with a bias": (
-        "scaled_linear.linear_mxfp4",
-        lambda draw: mxfp4_operands(draw, 3, 256, out=48, activation="mxfp4", bias=True),
-    ),
     "MXFP4 by 16 bits": (
         "scaled_linear.linear_mxfp4",
         lambda draw: mxfp4_operands(draw, 3, 256, out=48),

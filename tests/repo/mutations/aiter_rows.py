@@ -131,6 +131,24 @@ BUGS = [
         values("scaled_linear.scaled_linear_fp8"),
     ),
     bug(
+        "library",
+        "return out if bias is None else out.add_(bias)",
+        "return out",
+        values("scaled_linear_blocks.scaled_linear_fp8_block"),
+    ),
+    bug(
+        "linear/scaled_linear",
+        "bpreshuffle=True,\n    )\n    return plus(with_lead(out, x), bias)",
+        "bpreshuffle=True,\n    )\n    return with_lead(out, x)",
+        values("scaled_linear.linear_mxfp4"),
+    ),
+    bug(
+        "linear/linear_triton",
+        "product = partial(triton_gemm_a8w8, bias=bias)",
+        "product = triton_gemm_a8w8",
+        values("linear_triton.scaled_linear_fp8"),
+    ),
+    bug(
         "linear/scaled_linear",
         'named("weight weight_scale", gapped)',
         'named("weight", gapped)',

@@ -2,6 +2,7 @@
 bits with an fp32 result.
 """
 
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -19,7 +20,7 @@ from atomc.kernels.aiter.library import (
     unfit,
 )
 from atomc.kernels.aiter.linear.scaled_linear import not_mxfp4
-from atomc.kernels.checks import first_refusal, named, unlike, unsupported
+from atomc.kernels.checks import first_refusal, named, unlike
 from atomc.kernels.row_views import as_rows
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
@@ -73,7 +74,8 @@ def _multiplied(
     out_dtype: torch.dtype,
 ) -> Tensor:
     scales = dense_rows(x_scale), weight_scale.contiguous()
-    return product_of_rows(triton_gemm_a8w8, x, weight, *scales, dtype=out_dtype, bias=bias)
+    product = partial(triton_gemm_a8w8, bias=bias)
+    return product_of_rows(product, x, weight, *scales, dtype=out_dtype)
 
 
 @ops.scaled_linear_fp8.kernel(
@@ -93,9 +95,7 @@ def scaled_linear_int8(**operands: Unpack[ScaledOperands]) -> Tensor:
     return _multiplied(**operands)
 
 
-def _other_blocks(weight: Tensor, bias: Tensor | None, block: int) -> Refusal | None:
-    if bias is not None:
-        return Refusal("argument", "AITER's kernel adds no bias")
+def _other_blocks(weight: Tensor, block: int) -> Refusal | None:
     if block != 128 or weight.shape[1] <= 64:
         return Refusal(
             "shape",
@@ -114,10 +114,21 @@ def _other_blocks(weight: Tensor, bias: Tensor | None, block: int) -> Refusal | 
     ),
 )
 def scaled_linear_fp8_block(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     return product_of_rows(
-        triton_gemm_a8w8_blockscale, x, weight, as_rows(x_scale), weight_scale, dtype=out_dtype
+        triton_gemm_a8w8_blockscale,
+        x,
+        weight,
+        as_rows(x_scale),
+        weight_scale,
+        dtype=out_dtype,
+        bias=bias,
     )
 
 
@@ -139,13 +150,23 @@ def _past_the_end(platform: Platform, weight: Tensor) -> Refusal | None:
         no_mxfp4,
         not_mxfp4,
         _past_the_end,
-        named("bias", unsupported, "AITER's kernel"),
     ),
 )
 def linear_mxfp4(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None, out_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     assert x_scale is not None
     return product_of_rows(
-        triton_gemm_afp4wfp4, x, weight, as_rows(x_scale), weight_scale, dtype=out_dtype
+        triton_gemm_afp4wfp4,
+        x,
+        weight,
+        as_rows(x_scale),
+        weight_scale,
+        dtype=out_dtype,
+        bias=bias,
     )

@@ -1,6 +1,7 @@
 """Linear layers in 8 and 4 bits by AITER's compiled products (CK, hipBLASLt, assembly).
 
-Some want the weight in tiles that a wave reads as they lie (packing): a copy, made once.
+Some want the weight in tiles that a wave reads as they lie (packing): a copy, made once. A bias is
+added behind them.
 """
 
 import torch
@@ -14,6 +15,7 @@ from atomc.kernels.aiter.library import (
     gapped,
     installed,
     no_mxfp4,
+    plus,
     product_of_rows,
     scattered,
 )
@@ -25,7 +27,7 @@ from atomc.kernels.aiter.linear.packing import (
     relaid_weight,
     shuffled_scale,
 )
-from atomc.kernels.checks import first_refusal, named, uneven, unsupported, wrong_result
+from atomc.kernels.checks import first_refusal, named, uneven, wrong_result
 from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
@@ -39,9 +41,9 @@ gemm_a4w4 = Function("gemm_a4w4", "aiter", takes=["dtype", "bpreshuffle"])
 AT_ONCE = 256
 
 
-def unmultiplied(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Refusal | None:
+def unmultiplied(weight: Tensor, out_dtype: torch.dtype) -> Refusal | None:
     """What AITER's products in few bits have in common, and do not take."""
-    if reason := wrong_result(HALVES, out_dtype) or unsupported("AITER's kernel", bias=bias):
+    if reason := wrong_result(HALVES, out_dtype):
         return reason
     n, k = weight.shape
     if n % 16 or k % 16:
@@ -65,14 +67,19 @@ def _scaled_by_row(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
     ),
 )
 def scaled_linear_fp8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     if not x.numel():
         return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
     out: Tensor = gemm_a16w16(
         dense_rows(x), weight, otype=out_dtype, scale_a=x_scale, scale_b=weight_scale
     )
-    return with_lead(out, x)
+    return plus(with_lead(out, x), bias)
 
 
 def _other_blocks(weight: Tensor, x_scale: Tensor, block: int) -> Refusal | None:
@@ -98,10 +105,17 @@ def _other_blocks(weight: Tensor, x_scale: Tensor, block: int) -> Refusal | None
     ),
 )
 def scaled_linear_fp8_block(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     x, x_scale = x.contiguous(), dense_rows(x_scale)
-    return product_of_rows(gemm_a8w8_blockscale, x, weight, x_scale, weight_scale, dtype=out_dtype)
+    return product_of_rows(
+        gemm_a8w8_blockscale, x, weight, x_scale, weight_scale, dtype=out_dtype, bias=bias
+    )
 
 
 @ops.scaled_linear_int8.kernel(
@@ -109,10 +123,15 @@ def scaled_linear_fp8_block(
     refuses=first_refusal(installed(gemm_a8w8), unmultiplied, named("weight weight_scale", gapped)),
 )
 def scaled_linear_int8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     x, x_scale = x.contiguous(), dense_rows(x_scale)
-    return product_of_rows(gemm_a8w8, x, weight, x_scale, weight_scale, dtype=out_dtype)
+    return product_of_rows(gemm_a8w8, x, weight, x_scale, weight_scale, dtype=out_dtype, bias=bias)
 
 
 def not_mxfp4(x: Tensor) -> Refusal | None:
@@ -138,6 +157,7 @@ def linear_mxfp4(
     weight: tuple[Tensor],
     weight_scale: tuple[Tensor],
     x_scale: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     [tiles], [scale_tiles] = weight, weight_scale
@@ -152,4 +172,4 @@ def linear_mxfp4(
         dtype=out_dtype,
         bpreshuffle=True,
     )
-    return with_lead(out, x)
+    return plus(with_lead(out, x), bias)

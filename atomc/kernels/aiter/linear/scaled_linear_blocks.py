@@ -49,7 +49,12 @@ def _partial_tiles(weight: Tensor, x_scale: Tensor, block: int) -> Refusal | Non
     prepare={"weight": relaid_weight},
 )
 def scaled_linear_fp8_block(
-    x: Tensor, weight: tuple[Tensor], x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    weight: tuple[Tensor],
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     [tiles] = weight
     return product_of_rows(
@@ -59,4 +64,5 @@ def scaled_linear_fp8_block(
         x_scale,
         weight_scale,
         dtype=out_dtype,
+        bias=bias,
     )

@@ -57,8 +57,15 @@ def _other_scales(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
     prepare={"weight": relaid_weight},
 )
 def scaled_linear_fp8(
-    x: Tensor, weight: tuple[Tensor], x_scale: Tensor, weight_scale: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    weight: tuple[Tensor],
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     [tiles] = weight
     x, x_scale = x.contiguous(), dense_rows(x_scale)
-    return product_of_rows(gemm_a8w8_bpreshuffle, x, tiles, x_scale, weight_scale, dtype=out_dtype)
+    return product_of_rows(
+        gemm_a8w8_bpreshuffle, x, tiles, x_scale, weight_scale, dtype=out_dtype, bias=bias
+    )
