@@ -10,6 +10,7 @@ MODULES = (
     "attention.attention",
     "collective.collective",
     "collective.collective_quant",
+    "collective.collective_quant_unfused",
     "experts.experts",
     "experts.experts_blocks",
     "experts.experts_mxfp4",

@@ -149,9 +149,7 @@ def rounded_up(rounding: str) -> Refusal | None:
     """Unless scales of MXFP4 are rounded to even."""
     if rounding == "even":
         return None
-    return Refusal(
-        "argument", f"AITER's Triton kernels round scales to even, here rounding={rounding!r}"
-    )
+    return Refusal("argument", f"AITER's kernels round scales to even, here rounding={rounding!r}")
 
 
 def refuse_column_major(column_major: bool) -> Refusal | None:

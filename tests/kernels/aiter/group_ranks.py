@@ -1,5 +1,5 @@
-"""Ranks that join AITER's groups, sum over them, leave, join again, and join without AITER, for
-test_aiter_groups.py: each leaves what it saw in a file.
+"""Ranks that join AITER's groups, sum over them, leave, join again, and join without
+AITER, for test_aiter_groups.py: each leaves what it saw in a file.
 """
 
 import traceback
@@ -22,15 +22,17 @@ from atomc.runtime.ranks import process_group
 HERE = replace(Platform.named("gfx950"), here=True)
 CPU = torch.device("cpu")
 EPS = 1e-6
+WIDTH = 512
+SCHEMES = ("fp8_per_token", "fp8_group", "mxfp4")
 
 
 def operands(rank: int) -> dict[str, torch.Tensor]:
     """Those of a sum with its norm: x differs between ranks, the others do not."""
     of_all, of_rank = (torch.Generator().manual_seed(seed) for seed in (0, 1 + rank))
     return {
-        "x": torch.randn(3, 8, generator=of_rank).bfloat16(),
-        "residual": torch.randn(3, 8, generator=of_all).bfloat16(),
-        "weight": torch.randn(8, generator=of_all).bfloat16(),
+        "x": torch.randn(3, WIDTH, generator=of_rank).bfloat16(),
+        "residual": torch.randn(3, WIDTH, generator=of_all).bfloat16(),
+        "weight": torch.randn(WIDTH, generator=of_all).bfloat16(),
     }
 
 
@@ -39,14 +41,27 @@ def summed(group: str, rank: int) -> dict[str, Any]:
     tensors = operands(rank)
     norm = {**tensors, "eps": EPS, "style": "before", "process_group": group}
     calls = {
-        "all_reduce": {"x": tensors["x"], "process_group": group},
-        "allreduce_add_rms_norm": norm,
+        "collective.all_reduce": {"x": tensors["x"], "process_group": group},
+        "collective.all_gather": {"x": tensors["x"], "ranks": 2, "process_group": group},
+        "collective.allreduce_add_rms_norm": norm,
+    } | {
+        f"collective_quant.allreduce_add_rms_norm_quant, {scheme}": norm
+        | {
+            "scheme": scheme,
+            "scale": None,
+            "dtype": torch.float8_e4m3fn,
+            "group": 128,
+            "column_major": True,
+            "rounding": "even",
+            "keep": True,
+        }
+        for scheme in SCHEMES
     }
     results: dict[str, Any] = {}
-    for op, arguments in calls.items():
-        kernel = KERNELS[f"collective.{op}"]
+    for name, arguments in calls.items():
+        kernel = KERNELS[name.partition(",")[0]]
         reason = refusal(kernel, HERE, arguments)
-        results[op] = reason.text if reason else kernel.function(**arguments)
+        results[name] = reason.text if reason else kernel.function(**arguments)
     return results
 
 

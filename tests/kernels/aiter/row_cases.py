@@ -9,7 +9,10 @@ import torch
 from kernel_cases.draw import EPS, Cases, Draw
 from kernel_cases.linear import linear
 from kernel_cases.quant import normed_pair
+from kernel_cases.rows import reducing
 from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
+
+from atomc.ops.norm import RMS_NORM_STYLES
 
 ODD_WIDTH = (5, 77)
 
@@ -85,6 +88,30 @@ def of_rows(fp8: torch.dtype) -> dict[str, Cases]:
         "add_rms_norm": norm[True],
         "rms_norm_quant": norm_quant[False],
         "add_rms_norm_quant": norm_quant[True],
+        "allreduce_add_rms_norm": {
+            f"{shape}, {style}": reducing(partial(_normed, shape, True, style=style))
+            for shape in ((1, 512), (2, 3, 1024), (33, 2056))
+            for style in RMS_NORM_STYLES
+        }
+        | {"packed": reducing(_packed_norm)},
+        "allreduce_add_rms_norm_quant": {
+            f"{scheme}, {shape}{', kept' * keep}, native": reducing(
+                partial(
+                    _normed,
+                    shape,
+                    True,
+                    scheme=scheme,
+                    dtype=fp8,
+                    keep=keep,
+                    column_major=shape[0] == 70,
+                    scale=torch.tensor([0.02]) if scheme == "fp8_static" else None,
+                    style="one_plus" if scheme == "fp8_per_token" and keep else "before",
+                )
+            )
+            for scheme in ("fp8_static", "fp8_per_token", "fp8_group", "mxfp4")
+            for shape in ((3, 512), (2, 3, 1024), (70, 2048), (1, 7168))
+            for keep in (False, True)
+        },
         "rms_norm_pair_quant": {
             f"{scheme}, {kind}, {style}, native": partial(
                 normed_pair,
@@ -199,6 +226,11 @@ def by_column(given: dict[str, Any]) -> dict[str, Any]:
 def _normed(shape: tuple[int, ...], residual: bool, draw: Draw, **rest: Any) -> dict[str, Any]:
     given = {"x": draw.normal(*shape), "weight": draw.normal(shape[-1]), "eps": EPS, **rest}
     return given | ({"residual": draw.normal(*shape)} if residual else {})
+
+
+def _packed_norm(draw: Draw) -> dict[str, Any]:
+    x, residual = draw.packed(7, 1024)
+    return _normed(x.shape, True, draw) | {"x": x, "residual": residual}
 
 
 def _gated(shape: tuple[int, ...], draw: Draw, **rest: Any) -> dict[str, Any]:

@@ -6,10 +6,38 @@ from typing import Any
 import group_ranks
 import pytest
 import torch
-from group_ranks import EPS, operands
-from torch import multiprocessing
+from group_ranks import EPS, SCHEMES, operands
+from test_kernels import assert_neighbours, is_code
+from torch import Tensor, multiprocessing
 
 from atomc import ops
+
+
+def check_sums(results: dict[str, Any], rank: int, stage: list[int]) -> None:
+    parts = [operands(other)["x"].float() for other in stage]
+    beside = torch.cat(parts, -1).bfloat16()
+    assert torch.equal(results["collective.all_gather"], beside)
+    total = torch.stack(parts).sum(0).bfloat16().float()
+    torch.testing.assert_close(results["collective.all_reduce"].float(), total)
+    tensors = operands(rank)
+    wide: dict[str, Tensor] = {name: tensors[name].float() for name in ("residual", "weight")}
+    norm = {**wide, "eps": EPS, "style": "before"}
+    normed = ops.add_rms_norm.reference(total, **norm)
+    compared = [(results["collective.allreduce_add_rms_norm"], normed)]
+    for scheme in SCHEMES:
+        expected = ops.add_rms_norm_quant.reference(
+            total, **norm, scheme=scheme, column_major=True, keep=True
+        )
+        name = f"collective_quant.allreduce_add_rms_norm_quant, {scheme}"
+        compared.append((results[name], expected))
+    for got, expected in compared:
+        for result, reference in zip(got, expected, strict=True):
+            assert result.stride() == reference.stride()
+            if is_code(result):
+                assert_neighbours(result, reference, moved=0.05)
+            else:
+                expected = reference.to(result.dtype)
+                torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -30,14 +58,8 @@ def test_sums_of_a_stage_are_aiters(tp: int, pp: int, tmp_path: Path) -> None:
         stage = [*range(rank // tp * tp, rank // tp * tp + tp)]
         seen: list[Any] = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         assert len(seen) == 3 and not any(isinstance(joined, str) for joined in seen), seen
-        assert [groups for *_, groups in seen] == [{"tp", "world"}, {"tp", "world"}, set()]
+        assert [joined[-1] for joined in seen] == [{"tp", "world"}, {"tp", "world"}, set()]
         for place, results, _ in seen[:2]:
             assert (place.tp.rank, place.tp.size) == (rank % tp, tp)
             assert (place.stage.index if place.stage else 0) == rank // tp
-            total = torch.stack([operands(other)["x"].float() for other in stage]).sum(0)
-            torch.testing.assert_close(results["all_reduce"], total.bfloat16())
-            tensors = operands(rank)
-            wide = {name: tensors[name].float() for name in ("residual", "weight")}
-            expected = ops.add_rms_norm.reference(total, **wide, eps=EPS, style="before")
-            for result, reference in zip(results["allreduce_add_rms_norm"], expected, strict=True):
-                torch.testing.assert_close(result, reference.bfloat16(), rtol=1e-2, atol=1e-2)
+            check_sums(results, rank, stage)

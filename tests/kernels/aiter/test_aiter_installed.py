@@ -32,7 +32,7 @@ NOT_CALLED = {
     ("experts_mxfp4_triton.moe_experts_mxfp4", "fused_moe"),
     ("norm_quant.rms_norm_quant", "add_rmsnorm_quant"),
     ("norm_quant.add_rms_norm_quant", "rmsnorm_quant"),
-    ("collective_quant.allreduce_add_rms_norm_quant", "dynamic_per_group_scaled_quant_fp4"),
+    ("collective_quant_unfused.allreduce_add_rms_norm_quant", "dynamic_per_group_scaled_quant_fp4"),
 }
 
 

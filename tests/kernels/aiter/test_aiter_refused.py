@@ -36,7 +36,7 @@ from kernel_cases.rows import reducing
 from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
 from kernel_cases.state import narrow_values, norm_rope_written, rope_written, written
 from row_cases import by_column, halves
-from stand_ins.collectives import PROCESSES
+from stand_ins.collectives import PEERS, PROCESSES
 from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
@@ -55,7 +55,7 @@ from atomc.platform import Platform
 HERE = replace(Platform.named("gfx950"), here=True)
 LATENT = {"latent": 512, "rotated": 64, "heads": 4}
 # Of stand-ins and of comparisons, some by torch in a stand-in.
-FAILURES = (AssertionError, RuntimeError, IndexError, ValueError, NotImplementedError)
+FAILURES = (AssertionError, RuntimeError, LookupError, ValueError, NotImplementedError)
 Make = Callable[..., dict[str, Any]]
 
 
@@ -211,6 +211,34 @@ CASES: dict[str, tuple[str, Make]] = {
     "a sum of whole numbers": (
         "collective.all_reduce",
         reducing(lambda draw: {"x": draw.below(9, 3, 8)}),
+    ),
+    **{
+        f"a sum of rows of {shape[1]}": (
+            "collective.allreduce_add_rms_norm",
+            reducing(lambda draw, shape=shape: rows(draw, *shape, residual=True)),
+        )
+        for shape in ((14400, 64), (8, 516))
+    },
+    **{
+        f"a sum as {', '.join(map(str, how.values()))}, {shape}": (
+            "collective_quant.allreduce_add_rms_norm_quant",
+            reducing(lambda draw, shape=shape, how=how: rows(draw, *shape, residual=True, **how)),
+        )
+        for shape, how in (
+            ((3, 512), {"scheme": "fp8_static", "scale": torch.tensor([0.5])}),
+            ((3, 512), {"scheme": "fp8_per_token", "dtype": torch.float8_e4m3fnuz}),
+            ((3, 512), {"scheme": "fp8_group", "dtype": torch.float8_e4m3fnuz}),
+            ((3, 512), {"scheme": "fp8_group", "style": "one_plus"}),
+            ((3, 512), {"scheme": "mxfp4", "style": "one_plus"}),
+            ((3, 512), {"scheme": "fp8_group", "group": 64}),
+            ((140, 640), {"scheme": "fp8_group"}),
+            ((3, 512), {"scheme": "mxfp4", "rounding": "up"}),
+            ((1, 16384), {"scheme": "mxfp4"}),
+        )
+    },
+    "a gather of whole numbers": (
+        "collective.all_gather",
+        reducing(lambda draw: {"x": draw.below(9, 3, 8), "ranks": 1}),
     ),
     "an activation in fp32": (
         "activation.silu_and_mul",
@@ -763,10 +791,17 @@ def two_processes() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_processes")
-@pytest.mark.parametrize("op", ["all_reduce", "allreduce_add_rms_norm"])
-def test_a_sum_over_another_group_than_aiters_is_refused(op: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        ("all_reduce", "one row"),
+        ("all_gather", "one row"),
+        ("allreduce_add_rms_norm", "(1, 512), after"),
+    ],
+)
+def test_a_collective_of_another_group_than_aiters_is_refused(op: str, case: str) -> None:
     kernel = KERNELS[f"collective.{op}"]
-    [make] = [make for name, make in kernel_cases_of(kernel, "gfx950").items() if name == "one row"]
+    make = kernel_cases_of(kernel, "gfx950")[case]
     mine = make(Draw(torch.bfloat16))["process_group"]
     with stand_ins.installed("gfx950"):
         own = distributed.new_group([0]).group_name
@@ -775,9 +810,50 @@ def test_a_sum_over_another_group_than_aiters_is_refused(op: str) -> None:
             return make(Draw(torch.bfloat16)) | {"process_group": own}
 
         reason = refusal(kernel, HERE, arguments())
-        assert reason == Refusal("argument", f"the sum is over group {own!r}, AITER's is {mine!r}")
-        with pytest.raises(AssertionError, match="off by"):
+        assert reason == Refusal("argument", f"the ranks are group {own!r}, AITER's is {mine!r}")
+        with pytest.raises(AssertionError):
             compare(kernel, arguments, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("collective_quant.allreduce_add_rms_norm_quant", "fp8_per_token, (3, 512), native"),
+        ("collective.all_gather", "one row"),
+    ],
+)
+@pytest.mark.parametrize("processes", [2, 6])
+def test_a_collective_of_other_gpus_than_its_kernel_takes_is_refused(
+    processes: int, name: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = KERNELS[name]
+    make = kernel_cases_of(kernel, "gfx950")[case]
+
+    def arguments() -> dict[str, Any]:
+        return make(Draw(torch.bfloat16))
+
+    monkeypatch.setattr(PEERS, "disabled", processes == 2)  # as over two hosts
+    token = PROCESSES.set(processes)
+    with stand_ins.installed("gfx950"):
+        assert refusal(kernel, HERE, arguments()) == Refusal(
+            "library", "AITER's kernel is for 2, 4 or 8 GPUs of one host"
+        )
+        with pytest.raises((TypeError, RuntimeError)):
+            compare(kernel, arguments, torch.bfloat16)
+    PROCESSES.reset(token)
+
+
+def test_the_scales_of_a_large_quantizing_sum_lie_row_by_row() -> None:
+    kernel = KERNELS["collective_quant.allreduce_add_rms_norm_quant"]
+    given = reducing(lambda draw: rows(draw, 1030, 512, residual=True, scheme="mxfp4"))(
+        Draw(torch.bfloat16)
+    )
+    with stand_ins.installed("gfx950"):
+        results = kernel.function(**given)
+    expected = REGISTRY[kernel.op].reference(**given)
+    for result, reference in zip(results[:2], expected[:2], strict=True):
+        assert result.stride() == reference.stride()
+        assert (result == reference).float().mean() > 0.98
 
 
 def test_a_sum_before_aiters_group_is_set_up_is_refused() -> None:

@@ -53,6 +53,15 @@ def stage_group(tp: int, pp: int, local_rank: int) -> ProcessGroup | None:
     return group
 
 
+def reads_peers() -> bool:
+    """Whether AITER's kernels read the memory of all GPUs of its group, which is set up. Of 6 GPUs
+    only its sum does, without a norm.
+    """
+    group = get_tp_group()
+    peers = getattr(getattr(group, "device_communicator", None), "ca_comm", None)
+    return peers is not None and not peers.disabled and group.world_size != 6
+
+
 def leave() -> None:
     """Destroy AITER's groups, its buffers and the default group, so that another can be joined."""
     if not _are_missing():

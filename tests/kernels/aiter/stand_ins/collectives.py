@@ -10,11 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stand_ins import stands_for
+from stand_ins.formats import largest, mxfp4_even, native_fp8, to_codes
 from stand_ins.memory import check, contiguous_view
 
 PROCESSES: ContextVar[int] = ContextVar("PROCESSES", default=1)
 # "world" and "tp", as soon as they are made.
 GROUPS: dict[str, dist.ProcessGroup] = {}
+# Its kernels; disabled: RCCL does what they do.
+PEERS = SimpleNamespace(disabled=False)
 
 
 @stands_for("aiter.dist.parallel_state")
@@ -79,7 +82,15 @@ def destroy_distributed_environment() -> None:
 @stands_for("aiter.dist.parallel_state")
 def get_tp_group() -> SimpleNamespace:
     assert dist.is_initialized(), "tensor model parallel group is not initialized"
-    return SimpleNamespace(device_group=GROUPS.get("tp", dist.group.WORLD))
+    return SimpleNamespace(
+        device_group=GROUPS.get("tp", dist.group.WORLD),
+        world_size=_processes(),
+        device_communicator=SimpleNamespace(ca_comm=PEERS),
+    )
+
+
+def _processes() -> int:
+    return GROUPS["tp"].size() if "tp" in GROUPS else PROCESSES.get()
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -105,8 +116,28 @@ def tensor_model_parallel_all_reduce(
         raise NotImplementedError(f"only the exact sum is played, not {flags}")
     floats = (torch.float32, torch.float16, torch.bfloat16)
     check(input_.dtype in floats, "custom allreduce only supports float32, float16 and bfloat16")
-    processes = GROUPS["tp"].size() if "tp" in GROUPS else PROCESSES.get()
-    return input_ if processes == 1 else _sum(input_).to(input_.dtype)
+    if _processes() == 1:
+        return input_
+    return _sum(input_).to(input_.dtype)
+
+
+@stands_for("aiter.dist.communication_op")
+def tensor_model_parallel_all_gather(
+    input_: Tensor, use_custom: bool = False, dim: int = -1
+) -> Tensor:
+    """All inputs beside each other, in the order of the ranks."""
+    if not use_custom or dim not in (-1, input_.dim() - 1):
+        raise NotImplementedError("gathers by RCCL, and along other dimensions")
+    check(not PEERS.disabled and _processes() != 6, "its kernels read the memory of peers")
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    check(input_.dtype in floats, "custom allreduce only supports float32, float16 and bfloat16")
+    check(input_.is_contiguous(), "rows one behind the other")
+    parts = [torch.empty_like(input_) for _ in range(_processes())]
+    if "tp" in GROUPS:
+        dist.all_gather(parts, input_, group=GROUPS["tp"])
+    else:
+        parts = [input_] * len(parts)
+    return torch.cat(parts, -1)
 
 
 @stands_for("aiter.dist.communication_op")
@@ -129,7 +160,88 @@ def tensor_model_parallel_fused_allreduce_rmsnorm(
         raise RuntimeError("fused_allreduce_rmsnorm requires residual width == weight width")
     if not input_.is_contiguous() or not residual_inp_.is_contiguous():
         raise RuntimeError("the fused kernel reads rows one behind the other")
-    total = _sum(input_) + residual_inp_.float()
-    rms = torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
-    weight = contiguous_view(weight_, width).float() + (1.0 if gemma_norm else 0.0)
-    return (total * rms * weight).to(input_.dtype), total.to(input_.dtype)
+    normed, total = _normed(input_, residual_inp_, weight_, eps, gemma_norm)
+    if width % 8 or input_.numel() * input_.element_size() > 128 * 7168 * 2 // _processes():
+        if width < 512:
+            raise RuntimeError(f"fused allreduce rmsnorm: n too small, n={width}")
+        normed[..., width // 8 * 8 :] = float("nan")  # what is not written
+    return normed.to(input_.dtype), total.to(input_.dtype)
+
+
+def _normed(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, gemma: bool, columns: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The norm and the sum of contiguous rows, in fp32. columns: the number of those whose squares
+    are added up.
+    """
+    total = _sum(x).to(x.dtype).float() + residual.float()
+    squares = total.square()[..., :columns].sum(-1, keepdim=True) / total.shape[-1]
+    scale = contiguous_view(weight, weight.numel()).float() + (1.0 if gemma else 0.0)
+    return total * torch.rsqrt(squares + eps) * scale, total
+
+
+@stands_for("aiter.dist.communication_op")
+def tensor_model_parallel_fused_allreduce_rmsnorm_quant(
+    input_: Tensor,
+    residual_inp_: Tensor,
+    weight_: Tensor,
+    eps: float,
+    prefill_support: bool = False,
+    quant_type: str = "per_token",
+    group_size: int = 128,
+    emit_bf16: bool = False,
+    transpose_scale: bool = False,
+    gemma_norm: bool = False,
+) -> tuple[Tensor, ...]:
+    """Codes, the sum, scales, and with emit_bf16 the norm. Rows [M, N] of 16 bits, weight [N].
+    Larger rows and steps than its kernel takes: the norm, rounded, and then a quantizer.
+    """
+    if prefill_support:
+        raise NotImplementedError("larger sums by its kernels")
+    check(input_.dtype in (torch.float16, torch.bfloat16), "only supports float16 and bfloat16")
+    check(weight_.dtype == input_.dtype and weight_.numel() == input_.shape[-1], "width == width")
+    if not input_.is_contiguous() or not residual_inp_.is_contiguous():
+        raise RuntimeError("the fused kernel reads rows one behind the other")
+    by_kernels = not PEERS.disabled and _processes() != 6
+    width, size = input_.shape[-1], input_.numel() * input_.element_size()
+    columns: int | None = None
+    match quant_type:
+        case "per_token":
+            is_fused = width in (512, 1024, 2048, 4096, 6144, 7168) and size <= 2**22
+            if is_fused and not by_kernels:
+                raise TypeError("cannot unpack non-iterable NoneType object")
+        case "per_group":
+            gemma_norm = False  # it is not passed on
+            is_fused = by_kernels and width % group_size == 0 and width <= 8192
+            if not is_fused and group_size != 128:
+                raise NotImplementedError("the quantizer of groups of 128")
+            if is_fused and size > 2**17:
+                columns = width // 256 * 256  # of whole warps
+        case "mxfp4":
+            if gemma_norm:
+                raise NotImplementedError("gemma_norm: per-token FP8 only")
+            rows = input_.numel() // width
+            in_one = width <= 16384 and (rows <= 4 or (width <= 4096 and rows <= 32))
+            in_two = width <= 8192 and size <= 2**19
+            is_fused = by_kernels and width % 32 == 0 and (in_one or in_two)
+            if is_fused and width > 8192:
+                raise RuntimeError("MXFP4 fused kernel: unsupported shape")
+        case _:
+            raise ValueError(f"unsupported fused AR+RMSNorm quant_type={quant_type!r}")
+    check(width % (group_size if quant_type == "per_group" else 1) == 0, "whole groups")
+    normed, total = _normed(input_, residual_inp_, weight_, eps, gemma_norm, columns)
+    rounded = normed.to(input_.dtype)
+    wide = normed if is_fused else rounded.float()
+    if quant_type == "mxfp4":
+        codes, scales = mxfp4_even(wide)
+        if not is_fused:
+            scales = scales.t().contiguous().t()
+    else:
+        groups = wide.unflatten(-1, (-1, group_size if quant_type == "per_group" else width))
+        amax = groups.abs().amax(-1)
+        scales = torch.where(amax == 0, 1.0, amax / largest(native_fp8()))
+        codes = to_codes(groups, 1.0 / scales.unsqueeze(-1), native_fp8()).flatten(-2)
+        if transpose_scale and quant_type == "per_group":
+            scales = scales.t().contiguous().t()
+    total = total.to(input_.dtype)
+    return (codes, total, scales, rounded) if emit_bf16 else (codes, total, scales)

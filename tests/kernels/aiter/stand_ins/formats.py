@@ -55,6 +55,18 @@ def e2m1_bytes(x: Tensor) -> Tensor:
     return (code[..., ::2] + 16 * code[..., 1::2]).to(torch.uint8)
 
 
+def mxfp4_even(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [M, K] in e2m1 under e8m0 scales: that of the largest number with two bits of mantissa,
+    rounded to nearest, less 2.
+    """
+    check(x.shape[1] % 32 == 0, "groups of 32")
+    groups = x.float().unflatten(1, (-1, 32))
+    bits = groups.abs().amax(-1).contiguous().view(torch.int32)
+    exponent = ((bits + 0x200000) >> 23) - 127 - E2M1.max().log2().floor().int()
+    scale = (exponent.clamp(-127, 127) + 127).to(torch.uint8)
+    return e2m1_bytes((groups / e8m0(scale).unsqueeze(-1)).flatten(1)), scale
+
+
 def e2m1_numbers(packed: Tensor) -> Tensor:
     """[..., K/2] bytes as [..., K] numbers."""
     byte = packed.view(torch.uint8).int()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stand_ins import stands_for
-from stand_ins.formats import E2M1, check_codes, e2m1_bytes, e8m0, largest, to_codes
+from stand_ins.formats import check_codes, largest, mxfp4_even, to_codes
 from stand_ins.memory import check, contiguous_view, row_view
 
 FP8_QUANT = ("aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant")
@@ -114,18 +114,6 @@ def _grouped(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return codes.flatten(1)[:, :width].contiguous(), scale
 
 
-def _mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e2m1 under e8m0 scales: that of the largest number with two bits of mantissa, rounded to
-    nearest, less 2.
-    """
-    check(x.shape[1] % 32 == 0, "groups of 32")
-    groups = x.float().unflatten(1, (-1, 32))
-    bits = groups.abs().amax(-1).contiguous().view(torch.int32)
-    exponent = ((bits + 0x200000) >> 23) - 127 - E2M1.max().log2().floor().int()
-    scale = (exponent.clamp(-127, 127) + 127).to(torch.uint8)
-    return e2m1_bytes((groups / e8m0(scale).unsqueeze(-1)).flatten(1)), scale
-
-
 @stands_for(*FP8_QUANT)
 def fused_rms_fp8_per_tensor_static_quant(
     inp1: Tensor,
@@ -206,7 +194,7 @@ def fused_rms_mxfp4_quant(
     total = x1.float() if res1 is None else x1.float() + res1.float()
     normed = _rms(total, x1_weight, x1_epsilon)
     return (
-        _mxfp4(normed),
+        mxfp4_even(normed),
         normed.to(x1.dtype) if output_unquantized_inp1 else None,
         None,
         None if res1 is None else total.to(x1.dtype),
@@ -245,13 +233,13 @@ def fused_reduce_act_mul_and_mxfp4_quant(
 ) -> tuple[tuple[Tensor, Tensor], None]:
     check(activation == "silu" and x2 is None and scaling_mode == "even", "not played")
     check(not shuffle and not scale_shuffle_padding, "shuffled scales: not played")
-    return _mxfp4(_silu_and_mul(x)), None
+    return mxfp4_even(_silu_and_mul(x)), None
 
 
 @stands_for(*QUANT)
 def dynamic_mxfp4_quant(x: Tensor, scaling_mode: str = "even") -> tuple[Tensor, Tensor]:
     check(x.dim() == 2 and scaling_mode == "even", "not played")
-    return _mxfp4(x)
+    return mxfp4_even(x)
 
 
 @stands_for(*FP8_QUANT)
