@@ -27,7 +27,7 @@ class Division:
 
     def check(self, config: JSONMapping) -> None:
         """Raise ValueError if a model of this config.json does not divide."""
-        tp, stage, experts = self.place
+        tp, stage, experts, _ = self.place
         sizes.check(config, tp.size if tp else 1, ep=self.ep)
         sizes.check_experts(config, experts.size * (tp.size if tp else 1) if experts else 1)
         sizes.check_stages(config, len(stage.ranks) if stage else 1)
@@ -42,7 +42,7 @@ class Division:
 
         quantized  names of layers that are quantized afterwards
         """
-        tp, _, experts = self.place
+        tp, _, experts, _ = self.place
         if tp is None:
             if experts is None:
                 return None

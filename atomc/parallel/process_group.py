@@ -1,5 +1,7 @@
 """The processes that run one model together."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,11 +54,14 @@ class Place(NamedTuple):
     """The place of a process among those that divide its layers, among the stages, and among those
     that have requests of their own and send each other tokens for their experts. None: there are no
     others.
+
+    capturing  the context of a capture of a CUDA graph that all ranks of a stage make at the start
     """
 
     tp: TensorParallel | None = None
     stage: PipelineStage | None = None
     experts: TensorParallel | None = None
+    capturing: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def data_rank(self) -> int:

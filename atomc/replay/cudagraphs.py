@@ -7,6 +7,7 @@ torch functions.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -36,6 +37,7 @@ MOST_KEYS = 1024  # whose calls are counted
 Key = tuple[Hashable, ...]
 # Of the report: the shapes of the copied inputs, and the bytes of a graph.
 GraphRecord = dict[str, int | list[list[int]]]
+Capturing = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass
@@ -59,11 +61,12 @@ class Pool:
     """Captures calls into one memory pool. The graphs share temporaries, so only one may run at a
     time, and a graph may overwrite the results of those that were captured after it.
 
-    bytes   memory that the captured calls take
+    capturing  the context of each capture, but not of the call before it
+    bytes      memory that the captured calls take
     """
 
-    def __init__(self, device: torch.device | str = "cuda"):
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device | str = "cuda", capturing: Capturing = nullcontext):
+        self.device, self.capturing = torch.device(device), capturing
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.bytes = 0
@@ -87,7 +90,8 @@ class Pool:
                 before = torch.cuda.memory_reserved(self.device)
                 # "relaxed" lets a kernel be loaded during capture.
                 mode = "global" if warm_up else "relaxed"
-                output = capture_into(graph, call, pool=self.handle, capture_error_mode=mode)
+                with self.capturing():
+                    output = capture_into(graph, call, pool=self.handle, capture_error_mode=mode)
             torch.cuda.current_stream().wait_stream(self.stream)
         size = max(0, torch.cuda.memory_reserved(self.device) - before)
         self.bytes += size

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from atomc.errors import first_line
 from atomc.ops.state import groups_of
 from atomc.program import Program
-from atomc.replay.cudagraphs import Pool, why_syncing
+from atomc.replay.cudagraphs import Capturing, Pool, why_syncing
 from atomc.runtime.execution.device_times import DeviceTimes
 from atomc.runtime.execution.draft import DraftRunner
 from atomc.runtime.execution.graphs import StepGraphs, smallest_shape
@@ -142,9 +143,10 @@ class Runner:
         budget: int | None = None,
         agree: Callable[[int], int] = lambda left: left,
         kernels_loaded: bool = False,
+        capturing: Capturing = nullcontext,
     ) -> None:
         """Capture CUDA graphs of these shapes; on a CPU, and if an op synchronizes, do nothing.
-        later: missing then. budget, agree, kernels_loaded: as in StepGraphs.
+        later: missing then. budget, agree, kernels_loaded: as in StepGraphs; capturing: as in Pool.
         """
         if self.program.device.type != "cuda":
             return
@@ -158,7 +160,7 @@ class Runner:
             None,
             shapes[0]._replace(rows=self.input_batch.rows, sequences=self.input_batch.sequences),
         )
-        self.pool = Pool(self.program.device)
+        self.pool = Pool(self.program.device, capturing)
         graphs = partial(
             StepGraphs,
             pool=self.pool,

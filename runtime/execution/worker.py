@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
 from atomc.parallel.process_group import Place
 from atomc.program import Program
+from atomc.replay.cudagraphs import Capturing
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.block_groups import BlockGroups, minimum, smallest
 from atomc.runtime.execution.capacity import (
@@ -307,7 +309,7 @@ class Worker:
             self._compiler.self_check(self.runner)
             self.runner.shapes = sorted(self._shapes())
             if not self.config.enforce_eager:
-                self._capture()
+                self._capture(self.place.capturing)
 
     @property
     def padded_rows(self) -> list[int]:
@@ -327,9 +329,9 @@ class Worker:
             rewinds=self.limits.state_rows is not None,
         )
 
-    def _capture(self) -> None:
+    def _capture(self, capturing: Capturing = nullcontext) -> None:
         """Capture CUDA graphs, within GRAPH_SHARE of the memory: all of them if a step has to run
-        before each, or if other ranks would have to capture it, too.
+        before each, or if other ranks would have to capture it, too. capturing: as in Pool.
         """
         device, shapes, later = self.program.device, self._shapes(), list[StepShape]()
         if self._kernels.kernels_loaded and self.num_ranks == 1:
@@ -343,6 +345,7 @@ class Worker:
             budget=budget,
             agree=lambda left: minimum([left], self.num_ranks, device)[0],
             kernels_loaded=self._kernels.kernels_loaded,
+            capturing=capturing,
         )
         pool = self.runner.pool
         # Ranks that share an encoder would have to capture in the same steps.

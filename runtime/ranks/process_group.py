@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -90,9 +91,10 @@ def join(store: Store, rank: int, device: torch.device, config: EngineConfig) ->
     experts = _experts_place(config)
     if tp == 1:
         return Place(stage=stage, experts=experts)
-    group = _stage_group(config, device)
+    group, is_of_aiter = _stage_group(config, device)
     peer_memory.share(group, device)
-    return Place(TensorParallel.of(group), stage, experts)
+    capturing = aiter_groups.capturing if is_of_aiter else nullcontext
+    return Place(TensorParallel.of(group), stage, experts, capturing)
 
 
 def _experts_place(config: EngineConfig) -> TensorParallel | None:
@@ -115,15 +117,16 @@ def _experts_place(config: EngineConfig) -> TensorParallel | None:
     return TensorParallel.of(group)
 
 
-def _stage_group(config: EngineConfig, device: torch.device) -> ProcessGroup:
-    """The group of this rank's stage or data rank: AITER's where it is installed and wanted, so
-    that sums can be its. All ranks call this, since they create the groups of all.
+def _stage_group(config: EngineConfig, device: torch.device) -> tuple[ProcessGroup, bool]:
+    """The group of this rank's stage or data rank, and whether it is AITER's, as where it is
+    installed and wanted, so that sums can be its. All ranks call this, since they create the groups
+    of all.
     """
     tp, pp = config.tp, config.pp * config.data_ranks
     if _on_rocm() and _is_wanted("aiter", config):
         of_aiter = aiter_groups.stage_group(tp, pp, device.index or 0)
         if of_aiter is not None:
-            return of_aiter
+            return of_aiter, True
     groups = [distributed.group.WORLD]
     if pp > 1:
         groups = [
@@ -132,7 +135,7 @@ def _stage_group(config: EngineConfig, device: torch.device) -> ProcessGroup:
         ]
     group = groups[distributed.get_rank() // tp]
     assert group is not None
-    return group
+    return group, False
 
 
 def _is_wanted(provider: str, config: EngineConfig) -> bool:

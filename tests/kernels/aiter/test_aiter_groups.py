@@ -1,5 +1,8 @@
-"""Ranks on AMD's GPUs join AITER's groups, so that its collectives are not refused."""
+"""Ranks on AMD's GPUs join AITER's groups, so that its collectives are not refused, and capture in its
+context, so that it reads tensors where they are.
+"""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from test_kernels import assert_neighbours, is_code
 from torch import Tensor, multiprocessing
 
 from atomc import ops
+from atomc.kernels.aiter.collective import groups
 
 
 def check_sums(results: dict[str, Any], rank: int, stage: list[int]) -> None:
@@ -59,7 +63,16 @@ def test_sums_of_a_stage_are_aiters(tp: int, pp: int, tmp_path: Path) -> None:
         seen: list[Any] = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         assert len(seen) == 3 and not any(isinstance(joined, str) for joined in seen), seen
         assert [joined[-1] for joined in seen] == [{"tp", "world"}, {"tp", "world"}, set()]
-        for place, results, _ in seen[:2]:
+        for place, results, captures, _ in seen[:2]:
             assert (place.tp.rank, place.tp.size) == (rank % tp, tp)
             assert (place.stage.index if place.stage else 0) == rank // tp
+            assert place.capturing is groups.capturing
             check_sums(results, rank, stage)
+            # A warm-up is no capture: AITER would take its sums for zeros in this context.
+            warm_up, capture, whole = captures["results"]
+            for sums in (warm_up, capture):
+                assert torch.equal(sums["all_reduce"], results["collective.all_reduce"])
+            check_sums(whole, rank, stage)
+            assert captures["said"] == "this cannot be captured"
+            assert captures["registered"] == [1, 1, 3 + len(SCHEMES)]
+        assert seen[2][0].capturing is nullcontext

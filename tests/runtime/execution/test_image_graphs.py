@@ -2,6 +2,7 @@
 inputs, and writes its results where those of the first call are.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -51,9 +52,9 @@ class CallAgain:
 class PoolOfCalls:
     """Stands for atomc.replay.cudagraphs.Pool."""
 
-    def __init__(self, device):
+    def __init__(self, device, capturing=nullcontext):
         assert device == GPU
-        self.bytes = 0
+        self.bytes, self.capturing = 0, capturing
 
     def capture(self, call, *, warm_up):
         self.bytes += GRAPH_BYTES
@@ -67,14 +68,14 @@ def memory(monkeypatch):
     """
     given, capture = SimpleNamespace(graphs=1000, syncing=()), Worker._capture
 
-    def on_a_gpu(worker):
+    def on_a_gpu(worker, *context):
         programs = worker.programs
         with monkeypatch.context() as patch:
             patch.setattr(programs.main, "device", GPU)
             for name, program in programs.steps.items():
                 waiting = ("nonzero",) if name in given.syncing else ()
                 patch.setattr(program, "syncing", waiting)
-            capture(worker)
+            capture(worker, *context)
 
     monkeypatch.setattr(runners, "Pool", PoolOfCalls)
     monkeypatch.setattr(Worker, "_capture", on_a_gpu)
@@ -173,6 +174,17 @@ def test_graphs_with_images_are_dropped_asleep_and_captured_again(model):
     runner.drop_graphs()
     _, steps = counted(engine, request_of(engine, "c", (6, *parts)))
     assert not steps.keys() & {IMAGES, TEXT}
+
+
+def test_graphs_of_the_start_are_captured_in_the_context_of_the_place_and_later_ones_are_not():
+    engine = started()
+    worker = engine.executor
+    worker.place = worker.place._replace(capturing=lambda: nullcontext("of the place"))
+    worker.warm_up()
+    assert worker.runner.pool.capturing is worker.place.capturing
+    engine.sleep()
+    engine.wake_up()
+    assert worker.runner.pool.capturing is nullcontext
 
 
 def test_a_program_of_images_that_waits_for_the_device_runs_as_calls(model, memory, monkeypatch):

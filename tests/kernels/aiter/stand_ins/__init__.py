@@ -63,7 +63,9 @@ def installed(arch: str) -> Iterator[set[str]]:
             if dotted not in modules:
                 modules[dotted] = types.ModuleType(dotted)
                 modules[dotted].__path__ = []
-        setattr(modules[path], name, recorded(f"{path}.{name}", function))
+        is_class = isinstance(function, type)
+        own = function if is_class else recorded(f"{path}.{name}", function)
+        setattr(modules[path], name, own)
     forget()
     token = ARCH.set(arch)
     try:

@@ -2,7 +2,11 @@
 played, which all hold the same tensors.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
@@ -16,8 +20,101 @@ from stand_ins.memory import check, contiguous_view
 PROCESSES: ContextVar[int] = ContextVar("PROCESSES", default=1)
 # "world" and "tp", as soon as they are made.
 GROUPS: dict[str, dist.ProcessGroup] = {}
-# Its kernels; disabled: RCCL does what they do.
-PEERS = SimpleNamespace(disabled=False)
+WAIT = timedelta(seconds=20)
+
+
+@dataclass
+class GraphCaptureContext:
+    stream: torch.cuda.Stream
+
+
+stands_for("aiter.dist.parallel_state")(GraphCaptureContext)
+
+
+@stands_for("aiter.dist.device_communicators.custom_all_reduce")
+class IPCBufferPool:
+    """What ranks tell each other of their memory, in the store of the default group, under keys
+    that count the pools of a process. It has no memory here.
+    """
+
+    _pool_seq = 0
+
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        ipc_handle_fn: Callable[[int, int], None] | None = None,
+        graph_count_fn: Callable[[int], int] | None = None,
+        graph_ipc_meta_fn: Callable[[int, int, int], None] | None = None,
+        graph_register_fn: Callable[[int, list[int], list[int]], None] | None = None,
+        alloc_fn: Callable[[int], int] | None = None,
+        free_fn: Callable[[int], None] | None = None,
+    ) -> None:
+        self._group, self._ipc_seq = group, 0
+        store = under = dist.distributed_c10d._get_default_store()
+        while isinstance(under, dist.PrefixStore):
+            under = under.underlying_store
+        assert isinstance(under, dist.TCPStore), "a pure-TCP KV store"
+        self._prefix, self._store = f"aiter_ipc/p{IPCBufferPool._pool_seq}", store
+        IPCBufferPool._pool_seq += 1
+        self.exchange("a buffer")
+
+    def exchange(self, value: str) -> list[str]:
+        """What each rank gives to the call of this number: waits for all."""
+        ranks = dist.get_process_group_ranks(self._group)
+        keys = [f"{self._prefix}/g{ranks}/{self._ipc_seq}/r{rank}" for rank in ranks]
+        self._ipc_seq += 1
+        self._store.set(keys[self._group.rank()], value)
+        self._store.wait(keys, WAIT)
+        return [self._store.get(key).decode() for key in keys]
+
+
+@dataclass
+class Peers:
+    """The custom all-reduce of a group. `registered`: of each capture, the number of tensors that
+    other ranks read where they are.
+    """
+
+    pool: IPCBufferPool | None = None
+    disabled: bool = False
+    captures: bool = False
+    unregistered: int = 0
+    registered: list[int] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        self.captures = True
+        try:
+            yield
+        finally:
+            self.captures = False
+            count, self.unregistered = self.unregistered, 0
+            if count and self.pool is not None:
+                counts = self.pool.exchange(str(count))
+                check(counts == [str(count)] * len(counts), f"ranks register {counts}")
+                self.registered.append(count)
+
+    def gives_zeros(self) -> bool:
+        """In the context, what is not captured is taken for a warm-up; else x is read by others."""
+        if self.captures and torch.cuda.is_current_stream_capturing():
+            self.unregistered += 1
+        elif self.captures:
+            return True
+        return False
+
+
+PEERS = Peers()
+
+
+@contextlib.contextmanager
+def _graph_capture(
+    graph_capture_context: GraphCaptureContext | None = None,
+) -> Iterator[GraphCaptureContext]:
+    """On this stream; None: a new one."""
+    if graph_capture_context is None:
+        raise NotImplementedError("a stream of its own")
+    with torch.cuda.stream(graph_capture_context.stream), PEERS.capture():
+        yield graph_capture_context
 
 
 @stands_for("aiter.dist.parallel_state")
@@ -62,6 +159,7 @@ def ensure_model_parallel_initialized(
         group = dist.new_group(ranks, backend=backend)
         if dist.get_rank() in ranks:
             GROUPS["tp"] = group
+            PEERS.pool = IPCBufferPool(torch.device("cpu"), group)
 
 
 @stands_for("aiter.dist.parallel_state")
@@ -86,6 +184,7 @@ def get_tp_group() -> SimpleNamespace:
         device_group=GROUPS.get("tp", dist.group.WORLD),
         world_size=_processes(),
         device_communicator=SimpleNamespace(ca_comm=PEERS),
+        graph_capture=_graph_capture,
     )
 
 
@@ -118,20 +217,21 @@ def tensor_model_parallel_all_reduce(
     check(input_.dtype in floats, "custom allreduce only supports float32, float16 and bfloat16")
     if _processes() == 1:
         return input_
-    return _sum(input_).to(input_.dtype)
+    return torch.zeros_like(input_) if PEERS.gives_zeros() else _sum(input_).to(input_.dtype)
 
 
 @stands_for("aiter.dist.communication_op")
 def tensor_model_parallel_all_gather(
     input_: Tensor, use_custom: bool = False, dim: int = -1
 ) -> Tensor:
-    """All inputs beside each other, in the order of the ranks."""
+    """All inputs beside each other, in the order of the ranks, also in a warm-up."""
     if not use_custom or dim not in (-1, input_.dim() - 1):
         raise NotImplementedError("gathers by RCCL, and along other dimensions")
     check(not PEERS.disabled and _processes() != 6, "its kernels read the memory of peers")
     floats = (torch.float32, torch.float16, torch.bfloat16)
     check(input_.dtype in floats, "custom allreduce only supports float32, float16 and bfloat16")
     check(input_.is_contiguous(), "rows one behind the other")
+    PEERS.gives_zeros()
     parts = [torch.empty_like(input_) for _ in range(_processes())]
     if "tp" in GROUPS:
         dist.all_gather(parts, input_, group=GROUPS["tp"])
@@ -160,6 +260,8 @@ def tensor_model_parallel_fused_allreduce_rmsnorm(
         raise RuntimeError("fused_allreduce_rmsnorm requires residual width == weight width")
     if not input_.is_contiguous() or not residual_inp_.is_contiguous():
         raise RuntimeError("the fused kernel reads rows one behind the other")
+    if PEERS.gives_zeros():
+        return torch.zeros_like(input_), torch.zeros_like(residual_inp_)
     normed, total = _normed(input_, residual_inp_, weight_, eps, gemma_norm)
     if width % 8 or input_.numel() * input_.element_size() > 128 * 7168 * 2 // _processes():
         if width < 512:
@@ -229,6 +331,7 @@ def tensor_model_parallel_fused_allreduce_rmsnorm_quant(
         case _:
             raise ValueError(f"unsupported fused AR+RMSNorm quant_type={quant_type!r}")
     check(width % (group_size if quant_type == "per_group" else 1) == 0, "whole groups")
+    check(not PEERS.gives_zeros(), "a warm-up: not played")
     normed, total = _normed(input_, residual_inp_, weight_, eps, gemma_norm, columns)
     rounded = normed.to(input_.dtype)
     wide = normed if is_fused else rounded.float()
