@@ -11,6 +11,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
 REGISTERED: dict[int, ProcessGroup] = {}
+EQUAL: dict[str, ProcessGroup] = {}
 
 
 def _registered(ranks: int) -> ProcessGroup:
@@ -36,6 +37,31 @@ def fake_group(ranks: int) -> str:
     return _registered(ranks).group_name
 
 
+class _EqualRanks(ProcessGroup):
+    def allreduce(self, *args: Any, **options: Any) -> Any:
+        tensors = args[0]
+        for tensor in tensors:
+            tensor.mul_(self.size())
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(tensors)
+        create_work: Any = vars(c10d)["_create_work_from_future"]  # the stub lacks it
+        return create_work(done)
+
+
+def equal_ranks(ranks: int) -> str:
+    """The name of a group of so many ranks which all give what this process gives: a sum over it is
+    a multiple of that, so that a tensor that is not summed differs from one that is.
+    """
+    name: Any = f"{ranks} equal ranks"
+    if name not in EQUAL:
+        one_process_group()
+        create: Any = _EqualRanks  # the stub lacks this form
+        EQUAL[name] = create(0, ranks)
+        EQUAL[name]._set_group_name(name)
+        c10d._register_process_group(name, EQUAL[name])
+    return str(name)
+
+
 @contextlib.contextmanager
 def without_groups() -> Iterator[None]:
     """Meanwhile this process has no groups, as a program has none when it starts. Later they have
@@ -47,6 +73,7 @@ def without_groups() -> Iterator[None]:
     fakes = list(REGISTERED)
     distributed.destroy_process_group()
     REGISTERED.clear()
+    EQUAL.clear()
     try:
         yield
     finally:

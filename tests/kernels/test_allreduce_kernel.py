@@ -4,12 +4,15 @@ from functools import partial
 
 import pytest
 import torch
+from fake_group import equal_ranks
 
 from atomc import kernels, ops
+from atomc.torch_compat import peer_memory
 from atomc.torch_compat.peer_memory import EMPTY, PeerMemory, new_buffer, new_halves
 
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
+from atomc.kernels.triton.collective import allreduce_norm, collective  # noqa: E402
 from atomc.kernels.triton.collective.allreduce import (  # noqa: E402
     all_reduce_rms_norm,
     push,
@@ -85,6 +88,35 @@ def test_every_style_and_odd_width(style):
     wanted, sums = expected(rows, residual, weight, style)
     assert torch.equal(total, sums)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-6)
+
+
+REFERENCES = {
+    "allreduce_add_rms_norm": ops.allreduce_add_rms_norm.reference,
+    "allreduce_add_rms_norm_quant": ops.allreduce_add_rms_norm_quant.reference,
+}
+SCHEME = {"scheme": "fp8_per_token", "dtype": torch.float8_e4m3fn, "keep": True}
+
+
+@pytest.mark.parametrize("provider", ["reference", "torch", "peer memory"])
+@pytest.mark.parametrize("name", list(REFERENCES))
+def test_x_is_summed_over_ranks_and_the_residual_is_not(provider, name, monkeypatch):
+    x, residual, weight = rand(3, 64), rand(3, 64), rand(64)
+    if provider == "peer memory":
+        own, other = peers_of(2)
+        push(x, other)
+        monkeypatch.setattr(peer_memory, "of", {"both": own}.__getitem__)
+    module = allreduce_norm if provider == "peer memory" else collective
+    function = REFERENCES[name] if provider == "reference" else getattr(module, name)
+    group = "both" if provider == "peer memory" else equal_ranks(2)
+    arguments = {"weight": weight, "eps": 1e-6, "process_group": group, "style": "after"}
+    if name.endswith("quant"):
+        whole = {**SCHEME, "scale": None, "group": 0, "column_major": False, "rounding": "even"}
+        *_, total, y = function(x, residual, **arguments, **whole)
+    else:
+        y, total = function(x, residual, **arguments)
+    wanted, sums = expected([x, x], residual, weight)
+    assert torch.equal(total, sums)
+    torch.testing.assert_close(y, wanted, rtol=2**-7, atol=1e-6)
 
 
 def test_a_rank_may_push_the_next_step_before_another_has_read_this_one():

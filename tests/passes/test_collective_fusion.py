@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
-from fake_group import fake_group
+from fake_group import equal_ranks, fake_group
 from kernel_cases.rows import one_process_group
 from rewriting import after_passes, explained
 from torch import distributed
@@ -18,6 +18,7 @@ W = W[0]
 # torch 2.11 traces it for DTensor alone.
 view_chunk_cat = torch._dynamo.dont_skip_tracing(functional._maybe_view_chunk_cat)
 GROUP, FAKE = one_process_group(), {ranks: fake_group(ranks) for ranks in (1, 2, 4)}
+EQUAL = equal_ranks(2)
 
 
 def normed(x, w):
@@ -65,7 +66,7 @@ def test_a_sum_and_a_norm_are_one_op(reduce):
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32], ids=str)
 def test_every_style_and_weight_fuses(style, weight):
     def function(x, r, w):
-        return ops.add_rms_norm(ops.all_reduce(x, GROUP), r, w, 1e-6, style)
+        return ops.add_rms_norm(ops.all_reduce(x, EQUAL), r, w, 1e-6, style)
 
     report = explained(function, X, R, W.to(weight))
     assert report.num_ops == {"allreduce_add_rms_norm": 1}
