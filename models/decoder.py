@@ -92,8 +92,8 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm.
 
-    draft  a draft layer (atomc.models.mtp): the last of `layers`, as in checkpoints, and no part of
-           forward
+    drafts  draft layers (atomc.models.mtp): the last of `layers`, as in checkpoints, and no part of
+            forward
     """
 
     def __init__(
@@ -101,15 +101,14 @@ class Decoder(nn.Module):
         config: DecoderConfig,
         layers: Iterable[nn.Module],
         rotary_emb: Rotary,
-        draft: nn.Module | None,
+        drafts: Iterable[nn.Module],
         norm: Norm,
     ):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.has_draft = draft is not None
-        if draft is not None:
-            self.layers.append(draft)
+        self.num_layers = len(self.layers)
+        self.layers.extend(drafts)
         self.norm = norm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = rotary_emb
 
@@ -117,7 +116,7 @@ class Decoder(nn.Module):
         """input_ids and positions [T] i64 -> [T, D]."""
         x_TD: Tensor = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(x_TD, positions)
-        for layer in self.layers[:-1] if self.has_draft else self.layers:
+        for layer in self.layers[: self.num_layers]:
             x_TD = layer(x_TD, cos, sin)
         x_TD = self.norm(x_TD)
         return x_TD
@@ -126,7 +125,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head, which may share the weight of the embedding.
 
-    config_class  of the model; its __init__ takes such a config, and draft_layer if it has one
+    config_class  of the model; its __init__ takes such a config, and draft_layers if it has any
     SHARD         as DECODER_SHARD
     """
 
@@ -139,24 +138,24 @@ class CausalLM(nn.Module):
         layers: Iterable[nn.Module],
         rotary_emb: Rotary,
         *,
-        draft: nn.Module | None = None,
+        drafts: Iterable[nn.Module] = (),
         norm: Norm = RMSNorm,
     ):
         super().__init__()
         self.config = config
-        self.model = Decoder(config, layers, rotary_emb, draft, norm)
+        self.model = Decoder(config, layers, rotary_emb, drafts, norm)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @classmethod
-    def from_hf(cls, hf: JSONMapping, *, draft_layer: bool = False) -> Self:
-        """The model of a config.json. draft_layer: with its first draft layer.
+    def from_hf(cls, hf: JSONMapping, *, draft_layers: int = 0) -> Self:
+        """The model of a config.json, with so many of its draft layers.
 
         Raises ValueError for an invalid or unsupported field.
         """
         create: Callable[..., Self] = cls
-        options = {"draft_layer": True} if draft_layer else {}
+        options = {"draft_layers": draft_layers} if draft_layers else {}
         return create(cls.config_class.from_hf(hf), **options)
 
     @property

@@ -29,7 +29,7 @@ from atomc.models.config import (
 from atomc.models.decoder import DECODER_SHARD, Layer
 from atomc.models.grouped_experts import GroupedExpertsConfig, GroupRouter, MoE, mask_other_groups
 from atomc.models.layers import MLP, RMSNorm
-from atomc.models.mtp import DraftLayer, WithNumberedDraftLayer
+from atomc.models.mtp import DraftLayer, WithNumberedDraftLayers
 from atomc.models.rotary import (
     Rotary,
     apply_interleaved_rope,
@@ -198,8 +198,8 @@ def mlp_of(config: Config, kind: str) -> nn.Module:
     return moe_of(config) if kind == "sparse" else MLP(config.hidden_size, config.intermediate_size)
 
 
-class DeepseekV3ForCausalLM(WithNumberedDraftLayer):
-    """draft_layer: with the checkpoint's first draft layer."""
+class DeepseekV3ForCausalLM(WithNumberedDraftLayers):
+    """draft_layers: how many of the checkpoint's."""
 
     config_class: ClassVar[type[DecoderConfig]] = Config
     attention_class: ClassVar[type[Attention]] = Attention
@@ -225,20 +225,22 @@ class DeepseekV3ForCausalLM(WithNumberedDraftLayer):
         "rms_norm_eps": 1e-6,
     }
 
-    def __init__(self, config: Config, *, draft_layer: bool = False):
+    def __init__(self, config: Config, *, draft_layers: int = 0):
         attention = self.attention_class
         layers = (
             Layer(config, attention(config), mlp_of(config, kind))
             for kind in config.mlp_layer_types
         )
         rotary_emb = Rotary(config.rope_parameters, config.qk_rope_head_dim)
-        draft = DraftLayer(config, attention(config), moe_of(config)) if draft_layer else None
-        super().__init__(config, layers, rotary_emb, draft=draft)
+        drafts = (
+            DraftLayer(config, attention(config), moe_of(config)) for _ in range(draft_layers)
+        )
+        super().__init__(config, layers, rotary_emb, drafts=drafts)
 
     @classmethod
-    def from_hf(cls, hf: JSONMapping, *, draft_layer: bool = False) -> Self:
+    def from_hf(cls, hf: JSONMapping, *, draft_layers: int = 0) -> Self:
         fields = {name: x for name, x in hf.items() if x is not None or name == "q_lora_rank"}
-        return super().from_hf({**cls.DEFAULTS, **fields}, draft_layer=draft_layer)
+        return super().from_hf({**cls.DEFAULTS, **fields}, draft_layers=draft_layers)
 
 
 class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):

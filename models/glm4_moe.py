@@ -22,7 +22,7 @@ from atomc.models.config import (
 from atomc.models.decoder import GroupedQueryAttention, Layer
 from atomc.models.grouped_experts import GroupedExpertsConfig, MoE
 from atomc.models.layers import MLP, RMSNorm
-from atomc.models.mtp import DraftLayer, WithNumberedDraftLayer
+from atomc.models.mtp import DraftLayer, WithNumberedDraftLayers
 from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
 
 
@@ -82,14 +82,16 @@ def _mlp(config: Config, index: int) -> nn.Module:
     return MLP(config.hidden_size, config.intermediate_size)
 
 
-class Glm4MoeForCausalLM(WithNumberedDraftLayer):
-    """draft_layer: with the checkpoint's first draft layer."""
+class Glm4MoeForCausalLM(WithNumberedDraftLayers):
+    """draft_layers: how many of the checkpoint's."""
 
     config_class = Config
 
-    def __init__(self, config: Config, *, draft_layer: bool = False):
+    def __init__(self, config: Config, *, draft_layers: int = 0):
         depth = config.num_hidden_layers
         layers = (Layer(config, Attention(config), _mlp(config, i)) for i in range(depth))
         rotary_emb = Rotary(config.rope_parameters, config.rotated_columns)
-        draft = DraftLayer(config, Attention(config), _mlp(config, depth)) if draft_layer else None
-        super().__init__(config, layers, rotary_emb, draft=draft)
+        drafts = (
+            DraftLayer(config, Attention(config), _mlp(config, depth)) for _ in range(draft_layers)
+        )
+        super().__init__(config, layers, rotary_emb, drafts=drafts)

@@ -62,21 +62,22 @@ def layer_of(config: Config | ExpertsConfig, kind: str) -> nn.Module:
     return DeltaNetLayer(config, delta_net, mlp)
 
 
-def draft_layer_of(config: Config | ExpertsConfig) -> MTP:
-    return MTP(config, layer_of(config, "full_attention"))
+def draft_layers_of(config: Config | ExpertsConfig, count: int) -> MTP | None:
+    layers = [layer_of(config, "full_attention") for _ in range(count)]
+    return MTP(config, layers) if layers else None
 
 
 class Qwen3_5ForCausalLM(CausalLM, WithMTP):
-    """draft_layer: with the checkpoint's draft layer."""
+    """draft_layers: how many of the checkpoint's."""
 
     config_class: ClassVar[type[HybridConfig]] = Config
 
-    def __init__(self, config: Config | ExpertsConfig, *, draft_layer: bool = False):
+    def __init__(self, config: Config | ExpertsConfig, *, draft_layers: int = 0):
         layers = (layer_of(config, kind) for kind in config.layer_types)
         rotary = Rotary(config.rope_parameters, config.rotated_columns)
         super().__init__(config, layers, rotary, norm=OnePlusRMSNorm)
-        self.mtp = draft_layer_of(config) if draft_layer else None
+        self.mtp = draft_layers_of(config, draft_layers)
 
     @classmethod
-    def from_hf(cls, hf: JSONMapping, *, draft_layer: bool = False) -> Self:
-        return super().from_hf(text_config(hf), draft_layer=draft_layer)
+    def from_hf(cls, hf: JSONMapping, *, draft_layers: int = 0) -> Self:
+        return super().from_hf(text_config(hf), draft_layers=draft_layers)

@@ -122,21 +122,23 @@ def _layer(config: Config, kind: str, *, experts: bool) -> nn.Module:
     return DeltaNetLayer(config, PackedDeltaNet(width, config.delta_net, eps), mlp)
 
 
-def _draft_layer(config: Config) -> MTP:
-    """It has experts if any layer of the model has."""
-    return MTP(config, _layer(config, "full_attention", experts=bool(config.moe_layers)))
+def _draft_layers(config: Config, count: int) -> MTP | None:
+    """They have experts if any layer of the model has."""
+    experts = bool(config.moe_layers)
+    layers = [_layer(config, "full_attention", experts=experts) for _ in range(count)]
+    return MTP(config, layers) if layers else None
 
 
 class Qwen3NextForCausalLM(CausalLM, WithMTP):
-    """draft_layer: with the checkpoint's draft layer."""
+    """draft_layers: how many of the checkpoint's."""
 
     config_class = Config
 
-    def __init__(self, config: Config, *, draft_layer: bool = False):
+    def __init__(self, config: Config, *, draft_layers: int = 0):
         layers = (
             _layer(config, kind, experts=i in config.moe_layers)
             for i, kind in enumerate(config.layer_types)
         )
         rotary = Rotary(config.rope_parameters, config.rotated_columns)
         super().__init__(config, layers, rotary, norm=OnePlusRMSNorm)
-        self.mtp = _draft_layer(config) if draft_layer else None
+        self.mtp = _draft_layers(config, draft_layers)

@@ -139,7 +139,7 @@ class VisionLanguageModel(nn.Module, EncodesImages):
         self.patch_width = vision.patch_width
         self.table_side = vision.table_side
         self.embedding_width = config.hidden_size * (1 + len(vision.deepstack_visual_indexes))
-        text = TextModel(config, layers, rotary_emb, None, norm)
+        text = TextModel(config, layers, rotary_emb, (), norm)
         self.model = Model(VisionEncoder(vision), text)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:

@@ -65,7 +65,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speculative",
         choices=("mtp",),
-        help="with the draft steps of the checkpoint's draft layer after the step",
+        help="with the draft steps of the checkpoint's draft layers after the step",
     )
     add_number(
         group,
@@ -101,9 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
     name = str(arguments.model or PATH)
     if ":" in name and not Path(name).exists():
         raise ValueError(f"a plan needs a config.json; {name} is a function")
+    earlier = {id(report): report for report in reports()}
     with contextlib.redirect_stdout(sys.stderr):
         plan = _plan_of(model_folder(name, weights=False), arguments)
-    first, *of_draft = reports()[-2:] if arguments.speculative else reports()[-1:]
+    added = [report for report in reports() if id(report) not in earlier]
+    first, *of_draft = added if arguments.speculative else added[-1:]
     if plan.pipeline is not None:
         first = reports()[-len(plan.pipeline.stages) :][plan.pipeline.planned]
     if arguments.json:

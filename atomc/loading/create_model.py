@@ -18,11 +18,11 @@ def create_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     *,
-    draft_layer: bool = False,
+    draft_layers: int = 0,
 ) -> nn.Module:
     """The model of a config.json with random weights, in fp32 unless a dtype is given.
 
-    draft_layer  with its first draft layer, which it has (draft_checkpoint.check_draft_layers)
+    draft_layers  with so many of its draft layers (draft_checkpoint.num_draft_layers)
 
     On device "meta" it needs no memory. Raises ValueError for an unknown architecture or an
     unsupported config value.
@@ -35,7 +35,7 @@ def create_model(
         )
     where = torch.device(device or "cpu")
     with where, _Unfilled() if where.type == "meta" else nullcontext():
-        options = {"draft_layer": True} if draft_layer else {}
+        options = {"draft_layers": draft_layers} if draft_layers else {}
         model: nn.Module = cls.from_hf(config, **options)  # type: ignore[attr-defined]
     return model.to(dtype)
 

@@ -20,7 +20,7 @@ from atomc.loading.checkpoint_files import (
     stored_tensors,
 )
 from atomc.loading.create_model import create_model
-from atomc.loading.draft_checkpoint import check_draft_layers, methods_as_stored
+from atomc.loading.draft_checkpoint import methods_as_stored, num_draft_layers
 from atomc.loading.dummy_weights import load_dummy
 from atomc.loading.execute_plan import execute
 from atomc.loading.limits import Stored, check_layers
@@ -57,7 +57,7 @@ def load(
     device: torch.device | str = "cpu",
     load_format: str = "auto",
     quantization: Request = None,
-    draft_layer: bool = False,
+    draft_layers: int = 0,
     mmap: bool = True,
     progress: bool = True,
     division: Division = WHOLE,
@@ -70,13 +70,13 @@ def load(
     quantization  quantizes the weights during loading: a name in atomc.quantization.ONLINE, or
                   {"scheme": name, "ignore": [patterns of layers to skip]}. None: as stored. See
                   docs/quantization.md
-    draft_layer   load the first draft layer too (atomc.models.mtp)
+    draft_layers  load so many of its first draft layers too, at most (atomc.models.mtp)
     mmap          weights are views of the mapped files if dtype and device allow it; False: files
                   are read into memory, which is faster from a network disk
     division      this process reads its part of the weights (atomc.parallelize)
 
     Raises FileNotFoundError or ValueError for a missing, damaged or inconsistent file, and
-    ValueError for a model without draft layers if one is wanted, one that does not divide, and a
+    ValueError for a model without draft layers if some are wanted, one that does not divide, and a
     placement of experts that it does not have.
     """
     if load_format not in LOAD_FORMATS:
@@ -84,10 +84,12 @@ def load(
     config = load_config(path)
     division.check(config)
     dummy = load_format == "dummy"
-    checkpoint = _opened(Path(path), config, dtype, quantization, dummy=dummy, draft=draft_layer)
+    checkpoint = _opened(Path(path), config, dtype, quantization, dummy=dummy)
+    if draft_layers:
+        draft_layers = min(draft_layers, num_draft_layers(config, checkpoint.stored, Path(path)))
     architectures = architectures_of(config)
     if model_class(architectures) is not None:
-        model = create_model(config, checkpoint.dtype, "meta", draft_layer=draft_layer)
+        model = create_model(config, checkpoint.dtype, "meta", draft_layers=draft_layers)
     else:
         cls = adapter.hf_class(architectures, sorted(REGISTRY))
         check_stock_size(cls, checkpoint, device)
@@ -100,7 +102,7 @@ def load(
     if checkpoint.stored is None:
         load_dummy(model, methods, device, division, stage_names)
         return ready(model)
-    if draft_layer:
+    if draft_layers:
         methods = methods_as_stored(methods, checkpoint)
     try:
         plan = _plan(model, checkpoint, methods, stage_names)
@@ -122,16 +124,11 @@ def _opened(
     quantization: Request,
     *,
     dummy: bool,
-    draft: bool,
 ) -> Checkpoint:
-    """The checkpoint in `path`. Raises ValueError if its tensors are not of this config, or if it
-    has no draft layer and should have one.
-    """
+    """The checkpoint in `path`. Raises ValueError if its tensors are not of this config."""
     stored = None if dummy else stored_tensors(path)
     if stored is not None:
         check_layers(config, len(stored))
-    if draft:
-        check_draft_layers(config, stored, path)
     dtype = dtype or config_dtype(config) or stored_dtype(stored or {})
     is_stock = model_class(architectures_of(config)) is None
     quantized_by = (decide_for_stock if is_stock else decide)(quantization, path, config)
@@ -157,15 +154,15 @@ def _execute(
 
 
 def check_expert_placement(
-    path: str | Path, placement: Placement, num_ranks: int, *, draft_layer: bool = False
+    path: str | Path, placement: Placement, num_ranks: int, *, draft_layers: int = 0
 ) -> None:
     """Raise ValueError for a placement of other experts than those of the model in directory
-    `path`, from its config.json alone.
+    `path`, with so many of its draft layers at most, from its config.json alone.
     """
     config = load_config(Path(path))
-    if draft_layer:
-        check_draft_layers(config, None, Path(path))
-    model = create_model(unquantized_config(config), device="meta", draft_layer=draft_layer)
+    if draft_layers:
+        draft_layers = min(draft_layers, num_draft_layers(config, None, Path(path)))
+    model = create_model(unquantized_config(config), device="meta", draft_layers=draft_layers)
     Sharding.of_experts(model, TensorParallel(0, num_ranks, ""), placement=placement)
 
 

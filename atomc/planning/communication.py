@@ -67,14 +67,18 @@ def _steps(model: Model, load: Workload) -> list[tuple[Mapping[str, nn.Module], 
     """The layers of the step and of each draft step after it, by their paths in the plan, and the
     tokens that they compute.
     """
-    draft = model.draft
-    if draft is None:
-        return [(dict(model.module.named_modules()), load.tokens)]
-    inner = set(draft.layer.modules())
+    layers = model.draft_layers
+    inner = {module for draft in layers for module in draft.layer.modules()}
     of_model = {name: layer for name, layer in model.module.named_modules() if layer not in inner}
-    drafted = {f"draft.{name}": layer for name, layer in draft.named_modules()}
-    rows = [load.tokens, *[load.sequences] * (model.drafts - 1)]
-    return [(of_model, load.tokens), *((drafted, tokens) for tokens in rows)]
+    drafted = [
+        {f"draft.{name}": layer for name, layer in draft.named_modules()} for draft in layers
+    ]
+    further = drafted[-1:] * (model.drafts - len(drafted))
+    return [
+        (of_model, load.tokens),
+        *((of_layer, load.tokens) for of_layer in drafted),
+        *((of_layer, load.sequences) for of_layer in further),
+    ]
 
 
 def _collectives(module: nn.Module, sharding: Sharding) -> tuple[set[nn.Module], set[nn.Module]]:

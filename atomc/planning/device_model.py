@@ -9,7 +9,7 @@ from torch import nn
 from atomc.files.json_types import JSONMapping
 from atomc.loading.checkpoint_files import config_dtype, load_config
 from atomc.loading.create_model import create_model
-from atomc.loading.draft_checkpoint import check_draft_layers
+from atomc.loading.draft_checkpoint import num_draft_layers
 from atomc.loading.loader import check_parts, ready
 from atomc.models.config import integer
 from atomc.models.mtp import DraftModel
@@ -22,7 +22,7 @@ from atomc.quantization.apply import Methods
 from atomc.quantization.config import QuantizationConfig, Request, decide, unquantized_config
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import Fp8, Fp8Block, Scheme
-from atomc.runtime.execution.draft import draft_model_of
+from atomc.runtime.execution.draft import draft_models_of
 from atomc.stock import adapter
 
 
@@ -31,7 +31,7 @@ class Model:
     """One device's shard of a model on meta, with the configuration of the whole model.
 
     sharding  how its layers are divided; None: it is whole
-    drafts    tokens that its draft layer proposes per step; 0: it has none
+    drafts    tokens that its draft layers propose per step; 0: it has none
     stage     of a pipeline, which has some of the layers; None: it has all
     data_ranks  parts of the devices that share the experts, each with tokens of its own
     """
@@ -59,8 +59,8 @@ class Model:
         return self.sharding.part_of_experts.parts
 
     @property
-    def draft(self) -> DraftModel | None:
-        return draft_model_of(self.module) if self.drafts else None
+    def draft_layers(self) -> list[DraftModel]:
+        return draft_models_of(self.module, self.drafts) if self.drafts else []
 
 
 def build_model(
@@ -77,7 +77,7 @@ def build_model(
     data_ranks: int = 1,
 ) -> Model:
     """The model of a config.json on meta: one device's shard, quantized like its checkpoint or as
-    requested; with its draft layer, if that proposes `drafts` tokens per step; of all layers, or
+    requested; with draft layers, if they propose `drafts` tokens per step; of all layers, or
     those of a stage.
 
     ep          the devices have some of the experts each
@@ -97,10 +97,9 @@ def build_model(
     division = Division(Place(tp, stage, experts), ep)
     division.check(config)
     dtype = dtype or config_dtype(config) or torch.float32
-    if drafts:
-        check_draft_layers(config, None, folder)
+    draft_layers = min(drafts, num_draft_layers(config, None, folder)) if drafts else 0
     module = create_model(
-        unquantized_config(config), dtype=dtype, device="meta", draft_layer=drafts > 0
+        unquantized_config(config), dtype=dtype, device="meta", draft_layers=draft_layers
     )
     division.cut_stage(module)
     prefix = adapter.PREFIX if isinstance(module, adapter.StockModel) else ""

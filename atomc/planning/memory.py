@@ -4,6 +4,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch.nn import ModuleList
+
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.planning.device_model import Model
 from atomc.planning.plan_report import Memory
@@ -36,8 +38,9 @@ def memory_of(
     """
     held = {id(tensor): tensor for tensor in (*model.module.parameters(), *model.module.buffers())}
     weights = sum(tensor.nbytes for tensor in held.values())
-    of_draft = sum(x.nbytes for x in model.draft.layer.parameters()) if model.draft else 0
-    programs = [program, *([draft.program] if draft else [])]
+    layers = ModuleList(draft.layer for draft in model.draft_layers)
+    of_draft = sum(x.nbytes for x in layers.parameters())
+    programs = [program, *(draft.text_programs if draft else [])]
     copies = sum(compiled.prepared_bytes - compiled.replaced_bytes for compiled in programs)
     specs = [*program.specs, *(draft.specs if draft else ())]
     made_for = model.config.get("max_position_embeddings")

@@ -56,7 +56,8 @@ def plan_step(
     sizes = load.sizes | {"N": model.data_ranks}
     predicted = predict(program.report.costs, program.report.kernels, platform, sizes, table)
     drafted = _predict_drafts(draft, platform, load, table) if draft else []
-    mixtures = [*program.report.moe, *(draft.program.report.moe if draft else ())]
+    programs = [program, *(draft.text_programs if draft else ())]
+    mixtures = [layer for compiled in programs for layer in compiled.report.moe]
     weights = (
         str(model.dtype).removeprefix("torch.")
         if model.quantization is None
@@ -94,8 +95,8 @@ def compile_for(
 ) -> Program:
     """The model compiled for the runtime on that platform; neither glue nor cache is used."""
     module, takes = model.module, TEXT
-    if model.draft is not None:
-        module = WithHiddenStates(module, model.draft.reads)
+    if layers := model.draft_layers:
+        module = WithHiddenStates(module, layers[0].reads)
     if model.stage is not None:
         module = of_stage = StageModel(module)
         if not model.stage.is_first:
@@ -110,11 +111,11 @@ def compile_for(
 def _compile_draft(
     model: Model, target: Program, platform: Platform, options: JSONMapping | None
 ) -> DraftProgram | None:
-    """The draft model compiled like its target, which has the last report, too."""
-    draft, parsed = model.draft, _options(options, platform)
-    if draft is None:
+    """The draft layers compiled like their target, which has the last report, too."""
+    layers, parsed = model.draft_layers, _options(options, platform)
+    if not layers:
         return None
-    return compile_draft(draft, target, parsed, model.drafts, owned=True, platform=platform)
+    return compile_draft(layers, target, parsed, model.drafts, owned=True, platform=platform)
 
 
 def _options(options: JSONMapping | None, platform: Platform) -> Options:
@@ -125,14 +126,16 @@ def _options(options: JSONMapping | None, platform: Platform) -> Options:
 def _predict_drafts(
     draft: DraftProgram, platform: Platform, load: Workload, table: Table | None
 ) -> list[Predicted]:
-    """The kernels of all draft steps after a step: the first one reads the tokens of the step, each
-    further one a token of each sequence.
+    """The kernels of all draft steps after a step: that of each layer reads the tokens of the step,
+    each further one of the last layer a token of each sequence.
     """
-    report = draft.program.report
     further = Workload(load.sequences, load.sequences, load.context)
+    reports = [program.report for program in draft.text_programs]
+    steps = [(report, load) for report in reports]
+    steps += [(reports[-1], further)] * (draft.count - len(reports))
     return [
         predicted
-        for step in (load, *[further] * (draft.count - 1))
+        for report, step in steps
         for predicted in predict(report.costs, report.kernels, platform, step.sizes, table)
     ]
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from atomc.encoder import compile_encoder
 from atomc.models.decoder import CausalLM
+from atomc.models.mtp import DraftModel
 from atomc.ops.inputs import TEXT, LoraShape, ModelInputs
 from atomc.ops.state import layout_of
 from atomc.options import Options
@@ -17,7 +18,7 @@ from atomc.parallel.stages import StageModel
 from atomc.parallel.vocab import LogitsOfRank, VocabParallelHead, leave_apart
 from atomc.program import Program, compile_model
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.execution.draft import compile_draft, draft_model_of
+from atomc.runtime.execution.draft import compile_draft, draft_models_of
 from atomc.runtime.execution.images.encoder import Encode, ImageEncoder
 from atomc.runtime.execution.images.model import ImageModel
 from atomc.runtime.execution.lora.program import LoraProgram
@@ -92,10 +93,12 @@ class ProgramCompiler:
         config, pipeline = self.config, PipelineLinks()
         apart = self._leave_logits_apart()
         self._check_of_stock = check = self._new_self_check(apart)
-        draft = draft_model_of(self.module) if config.speculative == "mtp" else None
-        module = self.module if draft is None else WithHiddenStates(self.module, draft.reads)
-        if (stage := self.place.stage) is not None:
-            module = part = StageModel(self.module)
+        stage, drafts, module = self.place.stage, list[DraftModel](), self.module
+        if config.speculative == "mtp" and (stage is None or stage.is_last):
+            drafts = draft_models_of(module, config.speculative_tokens)
+            module = WithHiddenStates(module, drafts[0].reads)
+        if stage is not None:
+            module = part = StageModel(module)
             device = next(part.parameters()).device
             pipeline = PipelineLinks(stage, part.width, part.dtype, device)
             if not stage.is_first:
@@ -119,7 +122,7 @@ class ProgramCompiler:
                 "logits are gathered after the program, and not for steps of greedy requests: "
                 "ranks exchange their largest ones"
             )
-        if stage is not None or draft is not None:  # which wrap the model
+        if stage is not None or drafts:  # which wrap the model
             report.model = type(self.module).__name__
         if self.images is not None:
             steps["images"] = self._variant(module, options, self._takes_images)
@@ -133,16 +136,16 @@ class ProgramCompiler:
             {**steps, "text": main},
             encoder,
             adapters,
-            None
-            if draft is None
-            else compile_draft(
-                draft,
+            compile_draft(
+                drafts,
                 main,
                 options,
                 config.speculative_tokens,
                 owned=self.owned,
                 images=self.images,
-            ),
+            )
+            if drafts
+            else None,
             pipeline=pipeline,
             apart=apart,
         )

@@ -7,11 +7,19 @@ shares, the last row has seen the next token of the request that computed it, wh
 that of another request: this may change drafts, and results by rounding at most. The same is true
 of the last row of a chunk before a token of an image, which has the embedding of the token's id.
 
+Of several draft layers, each drafts one token, and the last one all further ones. Each computes the
+rows of the step, from the hidden states of the layer before and one token further. So the state of
+a row in layer i, counted from 1, depends on i tokens after it. Those that were drafts when it was
+computed are known after the next step, which computes the row again (draft_history.py). In the last
+i - 1 rows of a chunk of a prompt, tokens behind the chunk are missing: the last one is repeated,
+which again may change drafts only.
+
 S sequences, k draft tokens, D width of the hidden states.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +30,7 @@ from atomc.ops.state import StateSpec, layout_of
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
+from atomc.runtime.execution.draft_history import DraftHistory
 from atomc.runtime.execution.graphs import StepGraphs
 from atomc.runtime.execution.images.model import ImageModel
 from atomc.runtime.execution.input_batch import InputBatch, StepShape
@@ -33,40 +42,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftProgram:
-    """A compiled draft model.
+    """The compiled draft layers of a model, in their order.
 
-    programs      of draft steps after a step of "text", and of "images" if the model reads any
+    layers        for each, the programs of draft steps after a step of "text", and of "images" if
+                  the model reads any
+    layer_specs   for each, its state, with the group numbers of the model
     count         draft tokens per step
     width, dtype  of the hidden states
-    specs         its state, with the group numbers of the model
     """
 
-    programs: Mapping[str, Program]
+    layers: Sequence[Mapping[str, Program]]
+    layer_specs: Sequence[Sequence[StateSpec]]
     count: int
     width: int
     dtype: torch.dtype
-    specs: Sequence[StateSpec]
 
     @property
-    def program(self) -> Program:
-        """Of draft steps of text."""
-        return self.programs["text"]
+    def specs(self) -> list[StateSpec]:
+        return list(chain.from_iterable(self.layer_specs))
+
+    @property
+    def programs(self) -> list[Program]:
+        """Those of all layers."""
+        return [program for programs in self.layers for program in programs.values()]
+
+    @property
+    def text_programs(self) -> list[Program]:
+        """Of draft steps of text, that of each layer."""
+        return [programs["text"] for programs in self.layers]
 
 
-def draft_model_of(module: nn.Module) -> "DraftModel":
-    """The draft model of a model. Raises ValueError if it has none."""
-    from atomc.models.mtp import WithDraftLayer
+def draft_models_of(module: nn.Module, count: int) -> "list[DraftModel]":
+    """The first `count` draft layers of a model at most. Raises ValueError if it has none."""
+    from atomc.models.mtp import WithDraftLayers
 
-    if not isinstance(module, WithDraftLayer):
+    if not isinstance(module, WithDraftLayers):
         raise ValueError(
             f"speculative is 'mtp', but {type(module).__name__} has no draft layers: leave it out, "
             "or set it to 'ngram'"
         )
-    return module.draft_model()
+    return module.draft_models(count)
 
 
 def compile_draft(
-    draft: "DraftModel",
+    drafts: "Sequence[DraftModel]",
     target: Program,
     options: Options,
     count: int,
@@ -75,28 +94,33 @@ def compile_draft(
     images: ImageModel | None = None,
     platform: Platform | None = None,
 ) -> DraftProgram:
-    """Compile a draft model, with its state in the blocks of the target; for this platform, by
-    default that of its weights. images: of a target that reads them.
+    """Compile draft layers, with their state in the blocks of the target; for this platform, by
+    default that of their weights. images: of a target that reads them.
 
-    Raises ValueError if its state needs another window than each layer of the target.
+    Raises ValueError if their state needs another window than each layer of the target.
     """
-    layout = layout_of(target.specs)
-    width, dtype = draft.hidden_size * len(draft.reads), draft.dtype
+    layout, first = layout_of(target.specs), drafts[0]
+    width, dtype = first.hidden_size * len(first.reads), first.dtype
     options = replace(options, layout=layout, expert_load=False, expect={})
     takes = ModelInputs(hidden=(width, dtype), mrope=target.takes.mrope)
     inputs = {"text": takes}
     if images is not None:
         inputs["images"] = replace(takes, embeddings=images.embeddings)
-    programs = {
-        name: compile_model(draft, options, platform, owned=owned, takes=takes)
-        for name, takes in inputs.items()
-    }
-    specs = _renumbered(programs["text"].specs, target.specs)
-    return DraftProgram(programs, count, width, dtype, specs)
+    layers = [
+        {
+            name: compile_model(draft, options, platform, owned=owned, takes=takes)
+            for name, takes in inputs.items()
+        }
+        for draft in drafts
+    ]
+    specs = [draft_specs(programs["text"].specs, target.specs) for programs in layers]
+    return DraftProgram(layers, specs, count, width, dtype)
 
 
-def _renumbered(specs: Sequence[StateSpec], target: Sequence[StateSpec]) -> list[StateSpec]:
-    """The state of a draft model with the group numbers of its target."""
+def draft_specs(specs: Sequence[StateSpec], target: Sequence[StateSpec]) -> list[StateSpec]:
+    """The state of a draft layer with the group numbers of its target. Raises ValueError for state
+    that needs blocks of its own.
+    """
     groups = {spec.paging: spec.group for spec in target}
     for spec in specs:
         if spec.paging is None or spec.paging not in groups:
@@ -107,8 +131,18 @@ def _renumbered(specs: Sequence[StateSpec], target: Sequence[StateSpec]) -> list
     return [replace(spec, group=groups[spec.paging]) for spec in specs]
 
 
+def _target_groups(specs: Sequence[StateSpec], renumbered: Sequence[StateSpec]) -> list[int]:
+    """The number in the target of each group of a draft layer."""
+    groups = {
+        (spec.group, target.group)
+        for spec, target in zip(specs, renumbered, strict=True)
+        if spec.group is not None and target.group is not None
+    }
+    return [target for _, target in sorted(groups)]
+
+
 class DraftRunner:
-    """Runs a draft model over the steps of an input batch.
+    """Runs draft layers over the steps of an input batch.
 
     num_blocks   of each group of the target
     hidden       the hidden states of the step written last, one row for each row of the step
@@ -117,36 +151,39 @@ class DraftRunner:
     def __init__(
         self, draft: DraftProgram, batch: InputBatch, num_blocks: Sequence[int], slots: int
     ) -> None:
-        self.programs, self.program, self.batch = draft.programs, draft.program, batch
-        self.count, self._specs = draft.count, draft.specs
+        self.layers, self.batch = draft.layers, batch
+        self.count, self._layer_specs = draft.count, draft.layer_specs
         self.graphs: StepGraphs | None = None  # of draft steps of text
         self._num_blocks, self._slots = num_blocks, slots + SPARE_SLOTS
-        # The number in the target of each group of the draft.
+        # For each layer, the number in the target of each group of it.
         self._groups = [
-            group
-            for _, group in sorted(
-                {
-                    draft_spec.group: spec.group
-                    for draft_spec, spec in zip(draft.program.specs, draft.specs, strict=True)
-                    if draft_spec.group is not None and spec.group is not None
-                }.items()
-            )
+            _target_groups(program.specs, specs)
+            for program, specs in zip(draft.text_programs, draft.layer_specs, strict=True)
         ]
         self.hidden = torch.zeros(batch.rows, draft.width, dtype=draft.dtype, device=batch.device)
+        self._history: DraftHistory | None = None
+        # Blocks outside of a window are released: rows before the step may read other requests'.
+        windowed = any(spec.paging and spec.paging.window for spec in draft.specs)
+        if len(self.layers) > 1 and not windowed:
+            self._history = DraftHistory(len(self.layers) - 1, batch, draft.width, draft.dtype)
 
     def allocate(self) -> None:
         """Create the caches, zeroed, and bind the programs to them."""
         self.caches = [
-            spec.allocate(
-                0 if spec.group is None else self._num_blocks[spec.group],
-                self.batch.block_size,
-                self.batch.device,
-                slots=self._slots,
-            )
-            for spec in self._specs
+            [
+                spec.allocate(
+                    0 if spec.group is None else self._num_blocks[spec.group],
+                    self.batch.block_size,
+                    self.batch.device,
+                    slots=self._slots,
+                )
+                for spec in specs
+            ]
+            for specs in self._layer_specs
         ]
-        for program in self.programs.values():
-            program.bind(self.caches)
+        for programs, caches in zip(self.layers, self.caches, strict=True):
+            for program in programs.values():
+                program.bind(caches)
 
     def keep(self, hidden: Sequence[Tensor]) -> None:
         """Keep the hidden states [rows, D] of a step, for each layer that the draft reads."""
@@ -163,16 +200,21 @@ class DraftRunner:
 
         kind  the variant of the step
         """
-        hidden, program = self.hidden[: shape.rows], self.programs[kind]
+        hidden, last = self.hidden[: shape.rows], len(self.layers) - 1
         step, indices = self.batch.draft_step(shape, hidden, images=kind == "images")
+        if self._history is not None:
+            step = self._history.moved_back(step)
         drafts: list[Tensor] = []
         with torch.no_grad():
-            while True:
-                groups = tuple(step.groups[group] for group in self._groups)
+            for number in range(self.count):
+                if number > last:
+                    indices, hidden = indices + 1, hidden.index_select(0, step.logits_rows)
+                    step = self.batch.next_draft_step(shape, drafts[-1], indices, hidden)
+                elif number:
+                    step = self.batch.next_layer_step(step, drafts[-1], hidden)
+                layer = min(number, last)
+                program = self.layers[layer][kind if number <= last else "text"]
+                groups = tuple(step.groups[group] for group in self._groups[layer])
                 logits, hidden = program.outputs(step._replace(groups=groups))
                 drafts.append(logits.argmax(-1))
-                if len(drafts) == self.count:
-                    return torch.stack(drafts, 1)
-                program = self.program
-                indices = indices + 1
-                step = self.batch.next_draft_step(shape, drafts[-1], indices, hidden)
+        return torch.stack(drafts, 1)

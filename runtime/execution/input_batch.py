@@ -115,6 +115,8 @@ class InputBatch:
         self._ids = memory[self._fields["tokens"][1] :].view(torch.int64)
         # End of each slot's blocks in tokens.
         self._ends = np.zeros((num_groups, self.slots + 1), np.int64)
+        # The position from which on the request of each slot was computed in it.
+        self._begins = np.zeros(self.slots + 1, np.int64)
         self._tables = [np.zeros((self.slots + 1, columns), np.int32) for _ in range(num_groups)]
         self.tables = [
             torch.zeros((self.slots + 1, columns), dtype=torch.int32, device=self.device)
@@ -123,10 +125,15 @@ class InputBatch:
         self._turn = 0
 
     def write(
-        self, step: ScheduledStep | None, shape: StepShape | None = None, *, num_rows: int = 0
+        self,
+        step: ScheduledStep | None,
+        shape: StepShape | None = None,
+        *,
+        num_rows: int = 0,
+        num_sequences: int = 1,
     ) -> StepShape:
-        """Copy a step to the device, padded to `shape` or to num_rows; None: padding only. Returns
-        the padded shape.
+        """Copy a step to the device, padded to `shape`, or to num_rows and num_sequences; None:
+        padding only. Returns the padded shape.
 
         A padding row has token 0, position 0 and slot -1, and belongs to no sequence: it is after
         query_start[-1]. A padding sequence has no rows, length 0 and the padding slot.
@@ -152,7 +159,7 @@ class InputBatch:
             longest = int(lens.max(initial=0)) + max(self.drafts - 1, 0)
             shape = StepShape(
                 max(T, num_rows),
-                max(S, 1),
+                max(S, num_sequences),
                 len(wanted),
                 min(max(1, -(-longest // self.block_size)), self.columns),
             )
@@ -175,7 +182,7 @@ class InputBatch:
         to["sample_slots"][: num_samples.sum()] = slots.repeat(num_samples)
         self._update_tables(step, to)
         if self.drafts:
-            self._write_drafts(chunks, to, shape, bounds)
+            self._write_drafts(chunks, slots, to, shape, bounds)
         sequence = slots.repeat(counts)
         block, offset = np.divmod(indices, self.block_size)
         for g, table in enumerate(self._tables):
@@ -241,6 +248,24 @@ class InputBatch:
             step = step._replace(embeddings=following, is_image=at["next_is_image"][:rows])
         return step, (step.positions if self.rope is None else at["indices"])[last]
 
+    def drafting(self, sequences: int) -> Tensor:
+        """[S] bool: which of the sequences that sample, in their order, are no padding."""
+        return self.on_device["draft_slots"][:sequences] < self.slots
+
+    def next_layer_step(self, step: Step, tokens: Tensor, hidden: Tensor) -> Step:
+        """The draft step of the next draft layer: the same rows, each with the token after that of
+        `step`.
+
+        tokens   [S] i64, behind the rows with logits
+        hidden   [rows, D]
+        """
+        ids, rows = step.input_ids, len(step.input_ids)
+        ends = (step.query_start[1:].long() - 1).clamp(min=0)
+        following = torch.cat([ids.roll(-1), ids[:1]]).index_copy(0, ends, ids[ends])
+        drafting = self.drafting(len(tokens))
+        following.index_copy_(0, step.logits_rows.where(drafting, rows), tokens)
+        return step._replace(input_ids=following[:rows], hidden=hidden)
+
     def next_draft_step(
         self, shape: StepShape, tokens: Tensor, indices: Tensor, hidden: Tensor
     ) -> Step:
@@ -251,7 +276,7 @@ class InputBatch:
         """
         at, (_, sequences, _, columns) = self.on_device, shape
         slots, ends = at["draft_slots"][:sequences], at["draft_ends"][:sequences]
-        drafting = slots < self.slots
+        drafting = self.drafting(sequences)
         written = drafting & (indices < ends)
         block, offset = indices // self.block_size, indices % self.block_size
         groups = []
@@ -283,9 +308,13 @@ class InputBatch:
         )
 
     def _write_drafts(
-        self, chunks: Sequence[Chunk], to: Arrays, shape: StepShape, bounds: Array
+        self, chunks: Sequence[Chunk], slots: Array, to: Arrays, shape: StepShape, bounds: Array
     ) -> None:
         """Write what draft steps need. The sequences that sample come first, then padding."""
+        for chunk in chunks:
+            if chunk.admission is not None:
+                self._begins[chunk.slot] = chunk.start
+        _fill(to["begins"], self._begins[slots], shape.sequences, 0)
         following: list[int] = []
         for chunk in chunks:
             following.extend(chunk.tokens[1:])
@@ -294,7 +323,7 @@ class InputBatch:
         drafting = [i for i, chunk in enumerate(chunks) if chunk.num_samples]
         first = _i64([bounds[i + 1] - chunks[i].num_samples for i in drafting])
         rows = [np.arange(start, bounds[i + 1]) for i, start in zip(drafting, first, strict=True)]
-        slots = _i64([chunks[i].slot for i in drafting])
+        slots = slots[drafting]
         most = _i64([chunks[i].most_accepted for i in drafting])
         if rows:
             sampled = np.concatenate(rows)
@@ -386,6 +415,7 @@ class InputBatch:
                 "most_accepted": sequences,
                 "draft_slots": sequences,
                 "draft_ends": sequences,
+                "begins": sequences,
             }
             if self.rope is not None:
                 i64 |= {"indices": rows, "draft_deltas": sequences}

@@ -21,7 +21,7 @@ class Programs:
               the model
     encoder   reads images; None: the model reads none
     lora      the adapters of steps["adapters"]; None: it has none
-    draft     the draft layer of the checkpoint
+    draft     the draft layers of the checkpoint
     hidden    returns hidden states instead of logits, after `prepare_pooling`
     pipeline  what sends states to the next stage
     apart     logits are those of this rank's part of the vocabulary, and gathered after the program
@@ -73,4 +73,4 @@ class Programs:
     @property
     def all(self) -> list[Program]:
         """Those of steps, of hidden states, and of the draft model."""
-        return [*self.target, *(self.draft.programs.values() if self.draft is not None else ())]
+        return [*self.target, *(self.draft.programs if self.draft is not None else ())]

@@ -172,7 +172,8 @@ class Runner:
         text.graphs = graphs(partial(self._run, text.program), shapes, text.program.report)
         captured = [shape for shape in shapes if shape in text.graphs.captured]
         if self.draft is not None:
-            self.draft.graphs = graphs(self.draft.propose, captured, self.draft.program.report)
+            report = self.draft.layers[0]["text"].report
+            self.draft.graphs = graphs(self.draft.propose, captured, report)
         # Last: what graphs save in a prompt with images, the others save in each of its tokens.
         for variant in others:
             if not variant.program.syncing:

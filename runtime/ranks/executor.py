@@ -195,8 +195,8 @@ def _check_sizes(config: EngineConfig) -> None:
     sizes.check_experts(fields, config.expert_ranks if config.data_ranks > 1 else 1)
     sizes.check_stages(fields, config.pp)
     if placement := expert_placement(config):
-        with_draft = config.speculative == "mtp"
-        check_expert_placement(folder, placement, config.expert_ranks, draft_layer=with_draft)
+        drafts = config.speculative_tokens if config.speculative == "mtp" else 0
+        check_expert_placement(folder, placement, config.expert_ranks, draft_layers=drafts)
 
 
 def _refuse_in_group(config: EngineConfig) -> None:

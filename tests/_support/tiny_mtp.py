@@ -61,9 +61,9 @@ QWENS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(draft_layer: bool = True, **differs: Any) -> nn.Module:
+def tiny_model(draft_layers: int = 1, **differs: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = create_model(CONFIG | differs, torch.float64, draft_layer=draft_layer)
+    model = create_model(CONFIG | differs, torch.float64, draft_layers=draft_layers)
     return fill(model)
 
 
@@ -101,9 +101,10 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
             found |= {f"{stem}{i}.down_proj.weight": expert for i, expert in enumerate(weight)}
         else:
             found[name] = weight.data
-    if any(name.startswith(DRAFT) for name in found):
-        found[f"{DRAFT}embed_tokens.weight"] = found["model.embed_tokens.weight"]
-        found[f"{DRAFT}shared_head.head.weight"] = found["lm_head.weight"]
+    for name in [name for name in found if name.endswith("eh_proj.weight")]:
+        layer = name.removesuffix("eh_proj.weight")
+        found[f"{layer}embed_tokens.weight"] = found["model.embed_tokens.weight"]
+        found[f"{layer}shared_head.head.weight"] = model.get_parameter("lm_head.weight").data
     return found
 
 

@@ -560,4 +560,4 @@ def test_without_layer_types_every_fourth_layer_or_as_the_config_says_has_attent
 def test_draft_layers_are_not_saved_by_transformers(tmp_path: Path) -> None:
     theirs("qwen3_5").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no draft layers: expected tensors mtp\.\*"):
-        load(tmp_path, draft_layer=True)
+        load(tmp_path, draft_layers=1)

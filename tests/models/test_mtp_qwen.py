@@ -16,6 +16,7 @@ from atomc.loading import loader
 from atomc.loading.create_model import create_model
 from atomc.loading.load_plan import PARTS
 from atomc.models.experts import Experts
+from atomc.models.qwen3_5_vl import Qwen3_5ForConditionalGeneration
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.bench.forced_acceptance import force_acceptance
@@ -53,7 +54,7 @@ def norm(x, weight, eps=1e-6):
 def test_the_draft_layer_of_a_checkpoint_is_loaded_and_computes_as_written(kind, tmp_path):
     written = random_norms(tiny_model(**QWENS[kind]))
     path = write(tmp_path / "model", tensors_of(written), **QWENS[kind])
-    model = loader.load(path, draft_layer=True)
+    model = loader.load(path, draft_layers=1)
     assert {name for name, _ in model.named_parameters()} == {
         name for name, _ in written.named_parameters()
     }
@@ -61,20 +62,21 @@ def test_the_draft_layer_of_a_checkpoint_is_loaded_and_computes_as_written(kind,
         torch.testing.assert_close(model.get_parameter(name), weight, rtol=0, atol=0)
     of = {name.removeprefix("mtp."): x for name, x in written.named_parameters()}
     ids, hidden = torch.tensor([3, 1, 4, 1, 5]), torch.randn(5, 64, dtype=torch.float64)
-    logits, states = model.draft_model()(ids, torch.arange(5), hidden, torch.tensor([1, 4]))
+    logits, states = model.draft_models(1)[0](ids, torch.arange(5), hidden, torch.tensor([1, 4]))
     embedded = norm(of["model.embed_tokens.weight"][ids], of["pre_fc_norm_embedding.weight"])
     both = torch.cat([embedded, norm(hidden, of["pre_fc_norm_hidden.weight"])], -1)
     x = both @ of["fc.weight"].T
     x = written.mtp.layers[0](x, *written.model.rotary_emb(x, torch.arange(5)))
-    expected = norm(x[[1, 4]], of["norm.weight"])
+    expected = norm(x, of["norm.weight"])
     torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits, expected @ of["lm_head.weight"].T, rtol=1e-5, atol=1e-5)
+    expected = expected[[1, 4]] @ of["lm_head.weight"].T
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_draft_layer_is_a_layer_of_the_model_with_attention_and_shares_embedding_and_head():
     for kind, differs in QWENS.items():
         model = tiny_model(tie_word_embeddings=kind == "qwen3_5", **differs)
-        draft, layer = model.draft_model(), model.model.layers[1]
+        draft, layer = model.draft_models(1)[0], model.model.layers[1]
         assert draft.embed_tokens is model.model.embed_tokens and draft.lm_head is model.lm_head
         assert str(model.mtp.layers[0]) == str(layer), kind
         assert (draft.hidden_size, draft.dtype) == (64, torch.float64)
@@ -95,8 +97,8 @@ def test_hidden_states_are_those_before_the_models_head():
 def test_without_drafts_the_draft_layer_is_skipped(checkpoints, kind):
     model = loader.load(checkpoints[kind])
     assert not any("mtp" in name for name, _ in model.named_parameters())
-    with pytest.raises(ValueError, match="was made without its draft layer: draft_layer=True"):
-        model.draft_model()
+    with pytest.raises(ValueError, match="was made without its draft layers: set draft_layers"):
+        model.draft_models(1)[0]
 
 
 def refused(tmp_path, tensors=None, **differs):
@@ -106,7 +108,7 @@ def refused(tmp_path, tensors=None, **differs):
     given = {name: x for name, x in given.items() if x is not None}
     path = write(tmp_path / "model", given, **QWENS[kind] | differs)
     with pytest.raises(ValueError) as raised:
-        loader.load(path, draft_layer=True)
+        loader.load(path, draft_layers=1)
     return str(raised.value).replace(str(path), "PATH")
 
 
@@ -129,12 +131,8 @@ def test_checkpoints_without_the_draft_layer_are_refused(tmp_path):
     [
         ({"mtp_num_hidden_layers": 0}, "Qwen3_5ForCausalLM has no draft layers for multi-token "
          "prediction: config.json has no mtp_num_hidden_layers above 0"),
-        ({"mtp_num_hidden_layers": 2}, "Qwen3_5ForCausalLM has 2 draft layers "
-         "(mtp_num_hidden_layers), each for one more token; only one is supported"),
         ({"mtp_use_dedicated_embeddings": True},
          "mtp_use_dedicated_embeddings True is not supported, only False"),
-        ({"kind": "qwen3_next", "num_nextn_predict_layers": 3},
-         "Qwen3NextForCausalLM has 3 draft layers (num_nextn_predict_layers)"),
     ],
 )  # fmt: skip
 def test_configs_with_other_draft_layers_are_refused(tmp_path, differs, sentence):
@@ -174,7 +172,7 @@ def test_parts_of_the_draft_layer_stored_without_quantization_are_loaded_so(tmp_
         quantization_config=quantization,
         dtype="float32",
     )
-    model = loader.load(path, draft_layer=True)
+    model = loader.load(path, draft_layers=1)
     layer = model.mtp.layers[0]
     assert type(model.model.layers[1].self_attn.q_proj) is QuantizedLinear
     assert type(model.mtp.fc) is nn.Linear
@@ -266,10 +264,34 @@ def test_forced_acceptance_has_exactly_its_average(checkpoints, kind):
     assert stats.drafts == sum(map(len, drafted.values())) < steps - len(requests)
 
 
+def test_several_draft_layers_share_all_but_their_decoder_layers(tmp_path):
+    differs = QWENS["qwen3_5"] | {"mtp_num_hidden_layers": 2}
+    written = tiny_model(2, **differs)
+    path = write(tmp_path / "model", tensors_of(written), **differs)
+    first, second = loader.load(path, draft_layers=5).draft_models(5)
+    assert first.layer.fc is second.layer.fc and first.layer.norm is second.layer.norm
+    for index, draft in enumerate((first, second)):
+        weight = draft.layer.layers[0].mlp.up_proj.weight
+        assert torch.equal(weight, written.mtp.layers[index].mlp.up_proj.weight)
+    one = drafting(path, max_num_batched_tokens=64)
+    prompts = [prompt_of(i, 5 + 20 * i) for i in range(3)]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    found = run(one, *[one.request(f"{i}", prompt, params) for i, prompt in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        greedily(written, prompt, found[f"{i}"])
+    assert one.stats().accepted
+
+
+def test_several_draft_layers_of_a_model_that_reads_images_are_refused():
+    hf = {"text_config": {"mtp_num_hidden_layers": 2}}
+    with pytest.raises(ValueError, match=r"has 2 draft layers .* that reads images supports one"):
+        Qwen3_5ForConditionalGeneration.stored_draft(hf)
+
+
 def test_plans_and_engines_need_no_field_for_the_draft_layer_of_qwen3_next(tmp_path):
     config = {name: x for name, x in (CONFIG | QWENS[FAST]).items() if x is not None}
     assert "num_nextn_predict_layers" not in config
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = loader.load(tmp_path, load_format="dummy", draft_layer=True)
-    assert model.draft_model().layer is model.mtp
+    model = loader.load(tmp_path, load_format="dummy", draft_layers=1)
+    assert model.draft_models(1)[0].layer.layers[0] is model.mtp.layers[0]
     assert create_model(config).mtp is None

@@ -580,7 +580,7 @@ def test_a_plan_has_bytes_time_and_cache_of_the_draft_layer(folder):
     row = 2 * (LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"])
     assert [each.memory.per_token for each in (without, one, two)] == [3 * row, 4 * row, 4 * row]
     assert without.memory.fits > 1.3 * one.memory.fits > 0
-    own = sum(x.nbytes for x in model.draft.layer.parameters())
+    own = sum(x.nbytes for x in model.draft_layers[0].layer.parameters())
     assert one.memory.draft == one.memory.weights - without.memory.weights == own
     assert one.mixture.held - without.mixture.held == without.mixture.held // 2  # 2 layers, then 3
 
@@ -623,6 +623,13 @@ def test_the_command_plans_a_draft_layer_or_says_why_not(folder, capsys):
     assert main(["explain", *given, "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert first["plan"]["memory"]["draft"] and "plan" not in second
+    folder(LATENT | {"num_hidden_layers": 1, "num_nextn_predict_layers": 2})
+    assert main(["explain", *given, "--speculative-tokens", "3", "--json"]) == 0
+    with_two, *of_layers = json.loads(capsys.readouterr().out)
+    assert [report["model"] for report in of_layers] == ["DraftModel"] * 2
+    of_two, of_one = with_two["plan"]["memory"], first["plan"]["memory"]
+    assert of_two["draft"] == 2 * of_one["draft"]
+    assert of_two["per_token"] == 1.5 * of_one["per_token"]
 
     def refusal(*flags, **config):
         folder(LATENT | config)

@@ -89,6 +89,7 @@ def test_pairs_of_devices_with_the_same_tokens_send_them_to_those_of_other_pairs
         (["--ep"], "--ep divides the experts among devices: set --tp or --dp"),
         (["--dp", "2"], "--dp 2: a plan is of one engine"),
         (["--dp", "2", "--ep", "--pp", "2"], "--dp with --ep is not supported with --pp"),
+        (["--dp", "2", "--ep", "--speculative", "mtp"], "--pp and --speculative mtp"),
         (["--dp", "3", "--ep"], "4 experts do not divide by 3; 1, 2 and 4 do"),
     ],
 )

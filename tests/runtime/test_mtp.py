@@ -3,6 +3,7 @@ are counted.
 """
 
 import json
+import math
 import random
 import re
 import shutil
@@ -18,16 +19,22 @@ import torch
 from serving import COMPILED, serving
 from tiny_mtp import CONFIG, DEPTH, DRAFT, tensors_of, tiny_model, write
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from atomc import ops
 from atomc.cli import main
 from atomc.loading import loader
+from atomc.models import glm4_moe
 from atomc.models.experts import Experts
 from atomc.models.mtp import DraftModel
+from atomc.models.rotary import apply_partial_rope
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.bench import offline
 from atomc.runtime.bench.forced_acceptance import check_acceptance, force_acceptance
 from atomc.runtime.engine import Engine, EngineConfig
+from atomc.runtime.execution.draft import draft_specs
+from atomc.runtime.execution.draft_history import DraftHistory
 from atomc.runtime.execution.graphs import _uneven
 from atomc.runtime.execution.input_batch import InputBatch, StepShape
 from atomc.runtime.execution.views.hidden_states import WithHiddenStates
@@ -37,7 +44,7 @@ from atomc.runtime.requests.sampling_params import SamplingParams, Structured
 from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.scheduler import Scheduler
 from atomc.runtime.scheduling.speculative import ForcedAcceptance
-from atomc.runtime.scheduling.step import Chunk, ScheduledStep
+from atomc.runtime.scheduling.step import Admission, Chunk, ScheduledStep
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import equality
@@ -104,43 +111,49 @@ def prompt_of(seed, length):
 class Reference:
     """The model and its draft layer in eager mode, over whole sequences."""
 
-    def __init__(self, draft=None, **differs):
-        self.model = tiny_model(**differs)
-        self.draft = draft(self.model) if draft else self.model.draft_model()
+    def __init__(self, draft=None, draft_layers=1, **differs):
+        self.model = tiny_model(draft_layers, **differs)
+        self.layers = [draft(self.model)] if draft else self.model.draft_models(draft_layers)
+        self.draft = self.layers[0]
         self.states = WithHiddenStates(self.model, self.draft.reads)
 
     def drafts(self, tokens, count):
-        """The draft after these tokens: the draft layer over all of them, then over its own."""
+        """The draft after these tokens: each draft layer over all of them, one token further than
+        the one before; then the last one over its own.
+        """
         ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
         _, *states = self.states(ids, positions, positions)
         hidden, following, found = torch.cat(states, -1)[:-1], ids[1:], []
-        for _ in range(count):
+        for layer in (self.layers + self.layers[-1:] * count)[:count]:
             rows = torch.arange(len(following))
-            logits, last = self.draft(following, rows, hidden, rows[-1:])
+            logits, states = layer(following, rows, hidden, rows[-1:])
             found.append(int(logits[0].argmax()))
-            hidden = torch.cat([hidden, last])
             following = torch.cat([following, logits.argmax(-1)])
+            if layer is self.layers[-1]:
+                hidden = torch.cat([hidden, states[-1:]])
+            else:
+                hidden, following = states, following[1:]
         return found
 
 
 def test_the_draft_layer_of_a_checkpoint_is_loaded_and_computes_as_written(checkpoint):
-    model, written = loader.load(checkpoint, draft_layer=True), tiny_model()
+    model, written = loader.load(checkpoint, draft_layers=1), tiny_model()
     assert {name for name, _ in model.named_parameters()} == {
         name for name, _ in written.named_parameters()
     }
     for name, weight in written.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), weight, rtol=0, atol=0)
     ids, hidden = torch.tensor([3, 1, 4, 1, 5]), torch.randn(5, 64, dtype=torch.float64)
-    logits, last = model.draft_model()(ids, torch.arange(5), hidden, torch.tensor([4]))
+    logits, states = model.draft_models(1)[0](ids, torch.arange(5), hidden, torch.tensor([4]))
     layer = written.model.layers[2]
     norm = nn.functional.rms_norm
     embedded = written.model.embed_tokens(ids)
     merged = torch.cat([norm(embedded, (64,), eps=1e-5), norm(hidden, (64,), eps=1e-5)], -1)
     x = merged @ layer.eh_proj.weight.T
-    x = super(type(layer), layer).forward(x, *written.model.rotary_emb(x, torch.arange(5)))[-1:]
-    torch.testing.assert_close(last, x)
+    x = super(type(layer), layer).forward(x, *written.model.rotary_emb(x, torch.arange(5)))
+    torch.testing.assert_close(states, x, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(
-        logits, norm(x, (64,), eps=1e-5) @ written.lm_head.weight.T, rtol=1e-6, atol=1e-6
+        logits, norm(x[-1:], (64,), eps=1e-5) @ written.lm_head.weight.T, rtol=1e-6, atol=1e-6
     )
 
 
@@ -200,7 +213,7 @@ class OfTwoLayers(DraftModel):
 
 
 def of_two_layers(model):
-    draft = model.draft_model()
+    draft = model.draft_models(1)[0]
     return OfTwoLayers(draft.embed_tokens, draft.rotary_emb, draft.layer, draft.lm_head)
 
 
@@ -208,13 +221,27 @@ def of_two_layers(model):
 def test_a_draft_model_may_read_hidden_states_of_several_layers():
     model = tiny_model(**DENSE)
     draft = of_two_layers(model)
-    model.draft_model = lambda: draft
+    model.draft_models = lambda count: [draft]
     llm = LLM(
         model, speculative="mtp", speculative_tokens=3, max_num_batched_tokens=13,
         max_model_len=160, enable_prefix_caching=False, options={**OPTIONS, "cache": False},
         progress=False,
     )  # fmt: skip
     compare_drafts(llm.engine, Reference(of_two_layers, **DENSE), 20)
+
+
+LATENT = DENSE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": CONFIG["num_attention_heads"],
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_group": 2,
+    "topk_group": 1,
+}
 
 
 @pytest.mark.rotating
@@ -239,18 +266,7 @@ def test_a_draft_model_may_read_hidden_states_of_several_layers():
 def test_the_draft_layer_of_a_model_with_latent_attention_has_its_state_too(
     indexer, kinds, tmp_path
 ):
-    latent = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": CONFIG["num_attention_heads"],
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "n_group": 2,
-        "topk_group": 1,
-    } | (DENSE | indexer)
+    latent = LATENT | indexer
     model = write(tmp_path / "model", tensors_of(tiny_model(**latent)), **latent)
     one = engine(
         model,
@@ -488,7 +504,7 @@ def test_a_model_without_draft_layers_is_refused(tmp_path):
             engine(path, speculative="mtp", **config)
         return str(caught.value)
 
-    bare = tensors_of(tiny_model(draft_layer=False))
+    bare = tensors_of(tiny_model(draft_layers=0))
     none = write(tmp_path / "none", bare, num_nextn_predict_layers=0)
     assert "Glm4MoeForCausalLM has no draft layers for multi-token prediction" in message(none)
     dropped = write(tmp_path / "dropped", bare)
@@ -502,7 +518,7 @@ def test_a_model_without_draft_layers_is_refused(tmp_path):
     assert "runs as its transformers class, which drops the draft layers" in message(stock)
     other = write(tmp_path / "other", bare, architectures=["LlamaForCausalLM"])
     assert "LlamaForCausalLM: atomc.models.llama does not implement draft layers" in message(other)
-    for module in (tiny_model(draft_layer=False), WithoutDraft(2, 2)):
+    for module in (tiny_model(draft_layers=0), WithoutDraft(2, 2)):
         with pytest.raises(ValueError, match=r"without its draft layer|has no draft layers"):
             LLM(module, speculative="mtp", max_model_len=64, progress=False)
 
@@ -515,11 +531,6 @@ def test_of_several_draft_layers_the_first_is_used_where_config_json_says_so(tmp
         for name, tensor in tensors.items()
         if name.startswith(DRAFT)
     }
-    two = write(tmp_path / "two", tensors, num_nextn_predict_layers=2)
-    with pytest.raises(
-        ValueError, match=r"has 2 draft layers .* set num_nextn_predict_layers to 1"
-    ):
-        engine(two, speculative="mtp")
     one = engine(write(tmp_path / "one", tensors), speculative="mtp", speculative_tokens=3)
     params, prompt = SamplingParams(max_tokens=20, ignore_eos=True), prompt_of(9, 20)
     for each in (one, drafting):
@@ -529,6 +540,166 @@ def test_of_several_draft_layers_the_first_is_used_where_config_json_says_so(tmp
             output.token_ids for output in drafting.step()
         ]
     assert not drafting.has_work and one.stats().accepted
+
+
+SEVERAL = DENSE | {"num_nextn_predict_layers": 3}
+
+
+def several(path, layers, **differs):
+    """A checkpoint with so many draft layers."""
+    differs = SEVERAL | differs | {"num_nextn_predict_layers": layers}
+    return write(path, tensors_of(tiny_model(layers, **differs)), **differs)
+
+
+@pytest.mark.parametrize(
+    ("layers", "differs", "blocks"),
+    [
+        (2, {}, 500),
+        (2, {}, 10),
+        pytest.param(3, {}, 500, marks=pytest.mark.rotating),
+        pytest.param(3, LATENT, 500, marks=pytest.mark.rotating),
+    ],
+    ids=["two", "two, preemption", "three", "three with latent attention"],
+)
+def test_each_of_several_draft_layers_drafts_one_token_further(tmp_path, layers, differs, blocks):
+    """Also after rejected drafts, which leave nothing behind in any layer."""
+    one = engine(
+        several(tmp_path / "model", layers, **differs), speculative="mtp", speculative_tokens=3,
+        max_model_len=160, enable_prefix_caching=False, num_blocks=blocks,
+    )  # fmt: skip
+    assert [len(programs) for programs in one.executor.programs.draft.layers] == [1] * layers
+    reference = Reference(draft_layers=layers, **(SEVERAL | differs))
+    stats = compare_drafts(one, reference, 40 if blocks == 10 else 20)
+    assert (blocks == 500) == (stats.preemptions == 0)
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.rotating)])
+def test_several_draft_layers_change_no_result(tmp_path, number):
+    """With shared prefixes, chunks and preemption."""
+    path = several(tmp_path / "model", 2)
+    wrong, stats = differing(path, number, [5], equality.Alone(engine(path)))
+    assert wrong == [] and 0 < stats.acceptance_rate < 1
+
+
+def test_the_history_of_a_slot_ends_with_its_request():
+    """The next one begins at the same position, behind a shared prefix: it computes no row of the
+    prefix again.
+    """
+    batch = InputBatch(rows=8, sequences=1, columns=2, block_size=4, slots=1, drafts=2)
+    history = DraftHistory(1, batch, 1, torch.float32)
+    admission = Admission(SamplingParams(), 0, 4, frozenset())
+
+    def draft_step(chunk, hidden):
+        shape = batch.write(ScheduledStep((chunk,)))
+        batch.keep_samples(torch.full((chunk.num_samples,), 9))
+        step, _ = batch.draft_step(shape, torch.full((chunk.num_tokens, 1), hidden))
+        return history.moved_back(step)
+
+    prompt = Chunk("a", 0, (1, 2, 3, 4), 0, ((0, (1, 2)),), 1, 1, admission=admission)
+    draft_step(prompt, 0.5)
+    rejected = {"num_samples": 3, "num_output_rows": 3}
+    step = draft_step(Chunk("a", 0, (5, 6, 7), 4, ((0, ()),), **rejected), 1.5)
+    assert step.positions.tolist() == [3, 4, 5] and step.input_ids.tolist() == [9, 9, 9]
+    assert step.hidden[:, 0].tolist() == [0.5, 1.5, 1.5]
+    assert (step.groups[0].slots.tolist(), step.seq_lens.tolist()) == ([7, 8, 9], [6])
+    assert step.logits_rows.tolist() == [1]
+    step = draft_step(
+        Chunk("b", 0, (5, 6, 7), 5, ((0, (3, 2)),), **rejected, admission=admission), 2.5
+    )
+    assert step.positions.tolist() == [5, 6, 7] and step.hidden[:, 0].tolist() == [2.5] * 3
+    assert step.groups[0].slots.tolist() == [9, 10, 11] and step.logits_rows.tolist() == [0]
+
+
+def test_a_draft_layer_whose_blocks_no_layer_of_the_model_has_is_refused(drafting):
+    specs = drafting.program.specs
+    for paging in (specs[0].paging._replace(window=8), None):
+        with pytest.raises(ValueError, match="no layer of the model has: its blocks cannot be"):
+            draft_specs([replace(specs[0], paging=paging)], specs)
+
+
+class WindowAttention(glm4_moe.Attention):
+    def forward(self, x_TD, cos, sin):
+        q, k, v = (
+            project(x_TD).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_partial_rope(self.q_norm(q), self.k_norm(k), cos, sin)
+        out = ops.attention(q, k, v, self.kv, scale=self.scale, window=8)
+        return self.o_proj(out.flatten(-2))
+
+
+@pytest.mark.rotating
+def test_draft_layers_with_a_window_read_no_blocks_that_their_sequence_released():
+    def drafts(released):
+        model = tiny_model(3, **SEVERAL)
+        for module in model.modules():
+            if type(module) is glm4_moe.Attention:
+                module.__class__ = WindowAttention
+        one = LLM(
+            model, speculative="mtp", speculative_tokens=3, max_model_len=160, num_blocks=40,
+            enable_prefix_caching=False, options={**OPTIONS, "layout": "paged", "cache": False},
+            progress=False,
+        ).engine  # fmt: skip
+        prompts = {str(i): prompt_of(i, 1 + 9 * i) for i in range(4)}
+        found = {name: [] for name in prompts}
+        for name, prompt in prompts.items():
+            one.add(one.request(name, prompt, SamplingParams(max_tokens=50, ignore_eos=True)))
+        drafts = []
+        while one.has_work:
+            for output in one.step():
+                found[output.request_id].extend(output.token_ids)
+            drafts.append([request.draft for request in one.scheduler.running])
+            [group] = one.scheduler.pool.groups
+            for cache in one.executor.runner.draft.caches:
+                for tensor in pytree.tree_leaves(cache):
+                    tensor[list(group.free)] = released
+        for name, prompt in prompts.items():
+            ids = torch.tensor([*prompt, *found[name]])
+            expected = model(ids, torch.arange(len(ids))).argmax(-1)
+            assert found[name] == expected[len(prompt) - 1 : -1].tolist()
+        assert 0 < one.stats().acceptance_rate < 1
+        return drafts
+
+    assert drafts(0.0) == drafts(math.nan)
+
+
+def test_only_the_draft_layers_that_are_used_are_loaded(tmp_path):
+    path = write(tmp_path / "model", tensors_of(tiny_model(3, **SEVERAL)), **SEVERAL)
+    for wanted, loaded in ((1, 1), (2, 2), (7, 3)):
+        layers = loader.load(path, draft_layers=wanted).model.layers
+        assert len(layers) == DEPTH + loaded
+        assert len(loader.load(path).model.layers) == DEPTH
+
+
+def of_last_token(model):
+    """A model whose next token depends on the last one only, and draft layers that compute it."""
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+        elif name.endswith("eh_proj.weight"):
+            weight.copy_(torch.eye(*weight.shape))
+    return model
+
+
+@pytest.mark.parametrize(("wrong", "accepted"), [((), 2), (("second",), 1), (("first",), 0)])
+def test_drafts_of_layers_that_compute_the_model_are_all_accepted(tmp_path, wrong, accepted):
+    """And those of a layer that does not are not."""
+    differs = SEVERAL | {"num_nextn_predict_layers": 2}
+    model = of_last_token(tiny_model(2, **differs))
+    prompts = [prompt_of(i, 3 + 9 * i) for i in range(3)]
+    for layer in wrong:
+        index = DEPTH + ("first", "second").index(layer)
+        model.model.layers[index].shared_head.norm.weight.neg_()
+    path = write(tmp_path / "model", tensors_of(model), **differs)
+    one = engine(path, speculative="mtp", speculative_tokens=2)
+    params = SamplingParams(max_tokens=22, ignore_eos=True)
+    found = run(one, *[one.request(f"{i}", prompt, params) for i, prompt in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([*prompt, *found[f"{i}"]])
+        expected = model(ids, torch.arange(len(ids))).argmax(-1)
+        assert found[f"{i}"] == expected[len(prompt) - 1 : -1].tolist()
+    stats = one.stats()
+    assert stats.drafts and stats.accepted == accepted * stats.drafts
 
 
 @pytest.mark.rotating
@@ -618,9 +789,12 @@ class PaddedSteps:
         return self.runner._run(self.runner.program, shape)
 
 
-def test_padded_steps_give_the_same_tokens_and_drafts(checkpoint):
+@pytest.mark.parametrize("layers", [1, 2])
+def test_padded_steps_give_the_same_tokens_and_drafts(checkpoint, layers, tmp_path):
+    path = checkpoint if layers == 1 else several(tmp_path / "model", layers)
+
     def steps(padded):
-        one = engine(checkpoint, speculative="mtp", speculative_tokens=3, max_num_batched_tokens=50)
+        one = engine(path, speculative="mtp", speculative_tokens=3, max_num_batched_tokens=50)
         if padded:
             one.executor.runner.variants["text"].graphs = PaddedSteps(one.executor.runner, 3)
         for i, length in enumerate((3, 20, 60, 90)):
@@ -638,11 +812,13 @@ def test_padded_steps_give_the_same_tokens_and_drafts(checkpoint):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 3])
-def test_drafts_of_cuda_graphs_are_those_of_calls(checkpoint, count):
+@pytest.mark.parametrize(("layers", "count"), [(1, 1), (1, 3), (2, 3)])
+def test_drafts_of_cuda_graphs_are_those_of_calls(checkpoint, layers, count, tmp_path):
+    path = checkpoint if layers == 1 else several(tmp_path / "model", layers)
+
     def steps(enforce_eager):
         one = engine(
-            checkpoint,
+            path,
             device="cuda",
             dtype="float32",
             speculative="mtp",
@@ -677,7 +853,7 @@ def test_parts_of_the_draft_layer_stored_without_quantization_are_loaded_so(tmp_
             stored |= {f"{name.removesuffix('weight')}{leaf}": x for leaf, x in made.items()}
     quantization = {"quant_method": "fp8", "ignored_layers": ["gate", "lm_head"]}
     path = write(tmp_path / "model", stored, quantization_config=quantization, dtype="float32")
-    layers = loader.load(path, draft_layer=True).model.layers
+    layers = loader.load(path, draft_layers=1).model.layers
     assert type(layers[1].self_attn.q_proj) is QuantizedLinear
     assert type(layers[2].eh_proj) is nn.Linear
     assert torch.equal(layers[2].eh_proj.weight, tensors[f"{DRAFT}eh_proj.weight"])

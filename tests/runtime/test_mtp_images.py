@@ -42,7 +42,7 @@ def tiny_model(kind="qwen3_5"):
             "video_token_id": VIDEO,
         },
         torch.float64,
-        draft_layer=True,
+        draft_layers=1,
     )
     fill(model)
     for name, weight in model.named_parameters():
@@ -82,7 +82,7 @@ class Eager:
     """The model and its draft layer over a whole sequence that begins with a prompt."""
 
     def __init__(self, model, tokens, images):
-        self.model, self.draft = model, model.draft_model()
+        self.model, self.draft = model, model.draft_models(1)[0]
         self.states = WithHiddenStates(model, self.draft.reads)
         placed = [(one.start, one.grid) for one in images]
         self.positions, self.delta = mrope_positions(placed, len(tokens), model.merge_size)
@@ -119,7 +119,8 @@ class Eager:
             at = positions[:, : len(rows)]
             logits, last = self.draft(following, at, hidden, rows[-1:], *images)
             found.append(int(logits[0].argmax()))
-            hidden, following = torch.cat([hidden, last]), torch.cat([following, logits.argmax(-1)])
+            hidden = torch.cat([hidden, last[-1:]])
+            following = torch.cat([following, logits.argmax(-1)])
             positions = torch.cat([positions, positions[:, -1:] + 1], 1)
             images = tuple(torch.cat([one, torch.zeros_like(one[:1])]) for one in images)
         return found
@@ -137,7 +138,7 @@ def started(model, **config):
 
 def test_a_draft_model_reads_the_embeddings_of_images():
     model = tiny_model()
-    draft = model.draft_model()
+    draft = model.draft_models(1)[0]
     assert type(draft) is ImageDraftModel and draft.reads == ("model.language_model.norm",)
     assert draft.embed_tokens is model.model.language_model.embed_tokens
     ids, hidden = torch.tensor([3, IMAGE, 4]), torch.randn(3, 64, dtype=torch.float64)

@@ -79,7 +79,7 @@ def load(
         device=present_device(config.device),
         load_format=config.load_format,
         quantization=_quantization(config),
-        draft_layer=config.speculative == "mtp",
+        draft_layers=config.speculative_tokens if config.speculative == "mtp" else 0,
         mmap=config.mmap,
         progress=progress,
         division=Division(place, config.ep, expert_placement(config)),

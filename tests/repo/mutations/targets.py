@@ -201,7 +201,7 @@ models/mtp.py | models/test_mtp_qwen.py -k 'before_the_models_head or (computes_
 models/mtp.py | runtime/test_mtp.py -k 'computes_as_written'
 models/qwen3_5.py | models/test_delta_net_models.py -k 'logits_and_names' | SplitDeltaNet.project
 models/qwen3_next.py | models/test_delta_net_models.py -k 'logits_and_names' | Attention.forward _unpack
-models/qwen3_next.py | models/test_mtp_qwen.py -k 'is_a_layer_of_the_model' | _draft_layer
+models/qwen3_next.py | models/test_mtp_qwen.py -k 'is_a_layer_of_the_model' | _draft_layers
 models/qwen3_vl_vision.py | models/test_vision_models.py -k 'embeddings_and_logits and ours and qwen3_vl' | VisionEncoder.forward
 models/vision_language.py | models/test_vision_models.py -k 'embeddings_and_logits and ours and qwen3_vl' | TextModel.forward
 models/vision_language.py | runtime/test_mtp_images.py -k 'reads_the_embeddings' | ImageDraftModel.forward
@@ -245,6 +245,7 @@ runtime/engine.py | runtime/test_turns.py | Engine._collect Engine._serve_with
 runtime/execution/block_groups.py | parallel/test_stages.py | BlockGroups.own_part
 runtime/execution/capacity.py | runtime/test_engine.py -k 'whose_pages' | check_free
 runtime/execution/draft.py | runtime/test_mtp.py -k 'over_the_whole_sequence and chunks' | DraftRunner.propose
+runtime/execution/draft_history.py | runtime/test_mtp.py -k 'one_token_further and 2-3' | DraftHistory.moved_back DraftHistory._keep DraftHistory._at
 runtime/execution/expert_load.py | runtime/ranks/test_ranks_models.py -k 'counts and bits' -m ''
 runtime/execution/graphs.py | replay/test_cudagraphs.py -k 'no_graph_is_left' | StepGraphs.__init__
 runtime/execution/graphs.py | runtime/execution/test_image_graphs.py -k 'captured_first' | StepGraphs.capture

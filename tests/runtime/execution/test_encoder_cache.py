@@ -89,7 +89,7 @@ def test_a_second_start_of_an_engine_traces_none_of_its_programs(tmp_path, no_tr
         )
         one = Engine(config, module=tiny_model(), progress=False)
         of = one.executor.programs
-        programs = [of.main, of.steps["images"], of.encoder.encode, *of.draft.programs.values()]
+        programs = [of.main, of.steps["images"], of.encoder.encode, *of.draft.programs]
         prompt, images = PROMPTS[0]
         request = one.request("a", prompt, SamplingParams(max_tokens=9), images=images)
         one.add(request)
