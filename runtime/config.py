@@ -211,7 +211,7 @@ class EngineConfig:
     speculative: Literal["ngram", "mtp"] | None = GENERATION.option(
         None,
         "where draft tokens come from; ngram: from earlier text; mtp: from the checkpoint's own "
-        "draft layer (multi-token prediction); default: ngram if --speculative-tokens is given, "
+        "draft layers (multi-token prediction); default: ngram if --speculative-tokens is given, "
         "else none",
     )
     speculative_tokens: int = GENERATION.option(
@@ -320,11 +320,6 @@ class EngineConfig:
             )
 
     def _check_stages(self) -> None:
-        if self.pp > 1 and self.speculative == "mtp":
-            raise ValueError(
-                "pp is not supported with speculative 'mtp', whose draft layer reads the embedding "
-                "of the first stage and the states of the last one: use 'ngram'"
-            )
         if self.pp > 1 and self.expert_load:
             raise ValueError(
                 "pp is not supported with expert_load, which counts the experts of one process"
@@ -347,15 +342,10 @@ class EngineConfig:
                 "ep divides the experts among ranks: set tp to their number, or dp for ranks that "
                 "each have their own requests"
             )
-        sends = self.data_ranks > 1
-        refused = {
-            "pp": self.pp > 1 and self.tp == 1,
-            "speculative 'mtp'": sends and self.speculative == "mtp",
-        }
-        for name in (name for name, given in refused.items() if given):
+        if self.pp > 1 and self.tp == 1:
             raise ValueError(
-                f"{name} is not supported with dp and ep, whose ranks send each other tokens: "
-                "leave out one of them, or use tp with ep"
+                "pp is not supported with dp and ep, whose ranks send each other tokens: leave out "
+                "one of them, or use tp with ep"
             )
 
     @property

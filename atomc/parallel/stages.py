@@ -8,6 +8,9 @@ of any class still calls all of its layers. Of 5 layers in 3 stages, the second 
 
 What a forward computes before the received states and behind the sent ones is not used, and no part
 of the compiled program: a class may scale its embeddings and logits.
+
+Draft layers are in the last stage, which has the hidden states that they read. It then has the
+embedding, too, from which they read the tokens.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc.models.decoder import DECODER_FRAME, Decoder
+from atomc.models.mtp import WithDraftLayers
 from atomc.parallel.process_group import PipelineStage
 from atomc.weights.parameters import parameter_names
 
@@ -25,11 +29,9 @@ T = TypeVar("T")
 PLAIN = (str, int, float, bool)
 
 
-class OtherStage(nn.Module):
-    """In place of a module of another stage: returns its first argument.
-
-    Has the plain attributes of the module, such as the kind of its attention, which a forward may
-    read.
+class StandIn(nn.Module):
+    """In place of a module: has its plain attributes, such as the kind of its attention, which a
+    forward may read.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,6 +39,10 @@ class OtherStage(nn.Module):
         for name, value in vars(module).items():
             if type(value) in PLAIN and not name.startswith("_") and name != "training":
                 setattr(self, name, value)
+
+
+class OtherStage(StandIn):
+    """In place of a module of another stage: returns its first argument."""
 
     def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
         return x
@@ -127,29 +133,29 @@ ALL_NAMES = OwnNames((), {}, {})
 class Frame(NamedTuple):
     """The modules of a model: what is before its decoder layers, these, and what is behind them.
 
+    num_layers    decoder layers; draft layers may be behind them under the same name
     width, dtype  of the states between layers
     """
 
     before: tuple[str, ...]
     layers: str
+    num_layers: int
     behind: tuple[str, ...]
     width: int
     dtype: torch.dtype
 
 
 def frame_of(model: nn.Module) -> Frame:
-    """Raises ValueError for a model whose layers cannot be stages."""
-    name = type(getattr(model, "hf_model", model)).__name__
-    if hasattr(model, "encode_images"):
-        raise ValueError(f"{name} has an image encoder: pp supports models of text only")
+    """Raises ValueError for a model whose layers are not known."""
     owner, decoder, parts = _decoder_of(model)
     modules = {part: getattr(decoder, part, None) for part in parts}
     layers = next((part for part, m in modules.items() if isinstance(m, nn.ModuleList)), None)
     embedding = modules.get(parts[0]) if parts else None
     if layers is None or not isinstance(embedding, nn.Embedding):
         raise ValueError(
-            f"{name} does not say which of its modules are layers that follow each other "
-            "(base_model_pp_plan of transformers): pp cannot cut it"
+            f"{_name(model)} does not say which of its modules are layers that follow each other "
+            "(base_model_pp_plan of transformers): hidden states of its layers have no names, and "
+            "pp cannot cut it"
         )
     paths = {id(module): path for path, module in model.named_modules()}
     inner = paths[id(decoder)]
@@ -158,6 +164,7 @@ def frame_of(model: nn.Module) -> Frame:
     return Frame(
         tuple(f"{inner}.{part}" for part in parts[:at]),
         f"{inner}.{layers}",
+        decoder.num_layers if isinstance(decoder, Decoder) else len(getattr(decoder, layers)),
         (*(f"{inner}.{part}" for part in parts[at + 1 :]), *heads),
         embedding.weight.shape[1],
         embedding.weight.dtype,
@@ -166,48 +173,57 @@ def frame_of(model: nn.Module) -> Frame:
 
 def _decoder_of(model: nn.Module) -> tuple[nn.Module, nn.Module, tuple[str, ...]]:
     """(the module with the decoder and its heads, the decoder, the names of the decoder's parts in
-    the order of the forward, which are empty if they are not known). Raises ValueError if layers
-    read the keys of others.
+    the order of the forward, which are empty if they are not known).
     """
     hf_model: Any = getattr(model, "hf_model", None)
     if hf_model is None:
         decoder: nn.Module = getattr(model, "decoder", model)
         return model, decoder, DECODER_FRAME if isinstance(decoder, Decoder) else ()
     config = hf_model.config.get_text_config()
-    if getattr(config, "num_kv_shared_layers", None):
-        name = type(hf_model).__name__
-        raise ValueError(f"{name} has layers that read the keys of others: pp cannot cut it")
     return hf_model, hf_model.base_model, tuple(getattr(config, "base_model_pp_plan", None) or ())
+
+
+def _name(model: nn.Module) -> str:
+    return type(getattr(model, "hf_model", model)).__name__
 
 
 def cut_stage(model: nn.Module, stage: PipelineStage) -> OwnNames:
     """Keep the modules of this stage, in place. Raises ValueError for a model that has fewer layers
     than there are stages, or that cannot be cut.
     """
+    if hasattr(model, "encode_images"):
+        raise ValueError(f"{_name(model)} has an image encoder: pp supports models of text only")
+    config = getattr(getattr(model, "hf_model", None), "config", None)
+    if config is not None and getattr(config.get_text_config(), "num_kv_shared_layers", None):
+        raise ValueError(
+            f"{_name(model)} has layers that read the keys of others: pp cannot cut it"
+        )
     frame = frame_of(model)
-    layers = model.get_submodule(frame.layers)
-    assert isinstance(layers, nn.ModuleList)
-    if len(layers) < len(stage.ranks):
-        raise ValueError(f"{len(layers)} layers do not give {len(stage.ranks)} stages one each")
+    if frame.num_layers < len(stage.ranks):
+        stages = len(stage.ranks)
+        raise ValueError(f"{frame.num_layers} layers do not give {stages} stages one each")
     names = parameter_names(model)
-    replaced = _replacements(model, frame, stage, len(layers))
+    replaced = _replacements(model, frame, stage)
     for name, module in replaced.items():
         model.set_submodule(name, module)
     return _own_names(model, names, tuple(replaced))
 
 
-def _replacements(
-    model: nn.Module, frame: Frame, stage: PipelineStage, num_layers: int
-) -> dict[str, nn.Module]:
+def _replacements(model: nn.Module, frame: Frame, stage: PipelineStage) -> dict[str, nn.Module]:
     """What is in place of the modules of other stages, by their names."""
-    own_layers = stage.layers(num_layers)
-    other_layers = [i for i in range(num_layers) if i not in own_layers]
+    layers = model.get_submodule(frame.layers)
+    assert isinstance(layers, nn.ModuleList)
+    own_layers = stage.layers(frame.num_layers)
+    numbers = range(frame.num_layers if stage.is_last else len(layers))
+    other_layers = [i for i in numbers if i not in own_layers]
     replaced = _others(model, [f"{frame.layers}.{i}" for i in other_layers])
     if not stage.is_first:
         states: list[Tensor] = []
         embedding, *others = frame.before
         replaced |= _others(model, others)
-        for name in (embedding, f"{frame.layers}.{own_layers.start - 1}"):
+        received = [embedding, f"{frame.layers}.{own_layers.start - 1}"]
+        has_drafts = isinstance(model, WithDraftLayers) and model.draft_layers()
+        for name in received[1:] if stage.is_last and has_drafts else received:
             replaced[name] = Received(model.get_submodule(name), frame, states)
     if not stage.is_last:
         name = f"{frame.layers}.{own_layers.stop}"

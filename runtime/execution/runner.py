@@ -225,8 +225,9 @@ class Runner:
         pipeline, stage = self.pipeline, self.pipeline.stage
         if (expected := pipeline.expected_tokens()) is not None:
             self.input_batch.keep_tokens(*expected)
-        results = []
+        results, states = [], []
         parts = pipeline.micro_batches(step)
+        draft = self.draft if len(parts) > 1 else None
         for part in parts:
             if not stage.is_first:
                 pipeline.receive(self.input_batch.row_inputs["hidden"], part.num_tokens)
@@ -234,7 +235,12 @@ class Runner:
             if not stage.is_last:
                 pipeline.send(result[: part.num_tokens])
             results.append(result.clone() if part is not parts[-1] else result)
+            if draft is not None:
+                states.append(draft.hidden[: part.num_tokens].clone())
         self._states.copy(step.snapshots)
+        if draft is not None:  # it reads the whole step
+            self._shape = self.input_batch.write(step)
+            draft.keep([torch.cat(states)])
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _logits(self, step: ScheduledStep) -> Tensor:
@@ -322,7 +328,9 @@ class Runner:
             shape = smallest_shape(self.shapes, *size[:4])
             if shape is not None:
                 return self._padded(step, shape, partial(self._run, program, repeat=True))
-        self._shape = self.input_batch.write(step, num_rows=size.rows)
+        # Draft steps have a row for each sequence.
+        sequences = 1 if self.draft is None else size.sequences
+        self._shape = self.input_batch.write(step, num_rows=size.rows, num_sequences=sequences)
         return self._run(program, self._shape)
 
     def _run(self, program: Program, shape: StepShape, *, repeat: bool = False) -> Tensor:

@@ -476,6 +476,9 @@ class LaunchedStep:
     def sample(self, mask: Tensor | None = None) -> None:
         logits, self.logits = self.logits, None
         if logits is None:
+            # Ranks whose parts of the step are sampled run draft steps, and wait for this one.
+            if self.outputs.step.size is not None:
+                self.worker.runner.propose(self.outputs.step, None)
             return
         mask = None if mask is None else mask[self.sampled]
         worker, outputs = self.worker, self.outputs

@@ -208,8 +208,6 @@ def test_with_ep_dp_is_the_number_of_data_ranks_of_one_engine() -> None:
     [
         ({}, "set tp to their number, or dp"),
         ({"dp": 2, "pp": 2}, "^pp is not supported with dp and ep"),
-        ({"dp": 2, "speculative": "mtp"}, "speculative 'mtp' is not supported with dp and ep"),
-        ({"dp": 2, "tp": 2, "speculative": "mtp"}, "'mtp' is not supported with dp and ep"),
     ],
 )
 def test_what_ranks_that_share_experts_cannot_do_is_refused(given: Any, message: str) -> None:
