@@ -3,7 +3,7 @@ on each of them, and leaves its result in a file.
 """
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 import atomc
 from atomc.loading.create_model import create_model
 from atomc.parallel.process_group import TensorParallel
+from atomc.runtime.execution.views.hidden_states import WithHiddenStates, layer_inputs
 from atomc.stock.adapter import wrap_stock
 
 TINY = SIZES | dict(num_hidden_layers=2, pad_token_id=0, eos_token_id=0)
@@ -28,6 +29,7 @@ class Case(NamedTuple):
     """differs  from TINY
     kind     "ours", "stock": a class of transformers behind our forward, "transformers": as it is
     scheme   of quantized weights
+    states   decoder layers whose inputs are results, too
     """
 
     model_type: str
@@ -36,10 +38,12 @@ class Case(NamedTuple):
     ep: bool = False
     compiles: bool = False
     scheme: str = ""
+    states: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         words = [self.kind, self.model_type, *(f"{k} {v}" for k, v in self.differs.items())]
-        return " ".join([*words, *["ep"] * self.ep, self.scheme]).strip()
+        words += ["ep"] * self.ep + ["hidden states"] * bool(self.states)
+        return " ".join([*words, self.scheme]).strip()
 
 
 class Result(NamedTuple):
@@ -74,6 +78,21 @@ def fill(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         mean = 1.0 if "norm" in name else 0.0
         weight.data.normal_(mean, 0.15, generator=generator)
+
+
+class WithJoinedStates(nn.Module):
+    """The logits, and the inputs of some decoder layers behind them."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[int]) -> None:
+        super().__init__()
+        self.view = WithHiddenStates(model, layer_inputs(model, layers))
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        return torch.cat(self.view(input_ids, positions, positions), -1)
+
+
+def view(case: Case, model: nn.Module) -> nn.Module:
+    return WithJoinedStates(model, case.states) if case.states else model
 
 
 def logits(model: Callable[..., Any]) -> Tensor:
@@ -111,7 +130,9 @@ def run(rank: int, ranks: int, folder: Path, cases: list[Case]) -> None:
     place = TensorParallel.of(distributed.group.WORLD)
     for number, case in enumerate(cases):
         try:
-            out: Any = tuple(result(case, atomc.parallelize(whole(case), place, ep=case.ep)))
+            out: Any = tuple(
+                result(case, view(case, atomc.parallelize(whole(case), place, ep=case.ep)))
+            )
         except Exception:  # of any kind: the test of the case shows it
             out = traceback.format_exc()
         torch.save(out, folder / f"{number}-{rank}.pt")
