@@ -80,8 +80,8 @@ class ServerConfig:
     )
     tool_call_parser: str | None = CHAT.option(
         None,
-        "the format of tool calls: hermes (also qwen3), llama3, deepseek or "
-        "gpt-oss; default: detected from the chat template",
+        "the format of tool calls, by the name here or in vLLM (docs/tools.md); default: detected "
+        "from the chat template",
         TOOL_PARSERS,
     )
     reasoning_parser: str | None = CHAT.option(

@@ -53,6 +53,9 @@ ALLOWED = {
     "runtime/server/flags.py: text.partition('=')": "a flag",
     "runtime/server/chat/tool_mode.py: text.": "what a model wrote",
     "runtime/server/parsers/text_buffer.py: text.": "what a model wrote",
+    "runtime/server/parsers/tool_parsers/argument_values.py": "what a model wrote",
+    "runtime/server/parsers/tool_parsers/format_parser.py: text.": "what a model wrote",
+    "runtime/server/parsers/tool_parsers/tool_format.py": "the text of a format",
 }
 
 

@@ -2,8 +2,10 @@
 function force the calls by a JSON schema.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import ClassVar, Literal
 
 from atomc.files.json_types import JSON
@@ -25,13 +27,16 @@ from atomc.runtime.server.service.protocol import (
 from atomc.runtime.server.service.sampling import additional_properties, check_structured
 from atomc.runtime.server.service.service import Service
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class ToolMode:
     """How the choices of a request may call tools.
 
     template_tools   the tools passed to the chat template
-    parser_name      the tool parser, for tool_choice "auto"
+    parser_name      the tool parser, for tool_choice "auto"; None if the format is unknown
+    schemas          of the arguments, by function
     function_name    the function that tool_choice names
     required         tool_choice is "required"
     single_call      calls after the first one are left out, for tool_choice "auto"
@@ -45,6 +50,7 @@ class ToolMode:
     required: bool = False
     single_call: bool = False
     structured: Structured | None = None
+    schemas: Mapping[str, JSONObject] = field(default_factory=dict)
 
     def parser(self) -> Parser | None:
         """A new parser for one choice."""
@@ -52,7 +58,7 @@ class ToolMode:
             return NamedToolParser(self.function_name)
         if self.required:
             return RequiredToolParser()
-        return tool_parser(self.parser_name) if self.parser_name is not None else None
+        return None if self.parser_name is None else tool_parser(self.parser_name, self.schemas)
 
 
 def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
@@ -68,15 +74,14 @@ def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
     if choice == "none":
         return ToolMode()
     if choice == "auto":
-        parser_name = service.model.tools
-        if parser_name is None:
-            raise invalid(
-                "the tool call format of this model is unknown: use tool_choice 'required' or "
-                "a named function, "
-                f"or start the server with --tool-call-parser, one of {', '.join(TOOL_PARSERS)}",
-                "tools",
-            )
-        return ToolMode(template_tools, parser_name, single_call=body.parallel_tool_calls is False)
+        if service.model.tools is None:
+            _warn_of_unknown_format()
+        return ToolMode(
+            template_tools,
+            service.model.tools,
+            single_call=body.parallel_tool_calls is False,
+            schemas={tool.function.name: tool.function.parameters or {} for tool in tools},
+        )
     functions = [tool.function for tool in tools]
     named = _function_named(functions, choice.function.name) if choice != "required" else None
     with refusing("tools"):
@@ -92,6 +97,15 @@ def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
         function_name=None if named is None else named.name,
         required=named is None,
         structured=structured,
+    )
+
+
+@cache
+def _warn_of_unknown_format() -> None:
+    log.warning(
+        "the format of this model's tool calls is unknown, so that its answers with tools are "
+        "content: start the server with --tool-call-parser, one of %s",
+        ", ".join(TOOL_PARSERS),
     )
 
 

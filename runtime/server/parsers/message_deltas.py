@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class Parser(Protocol):
     markers   delimiters of the format; those that are special tokens must be kept in the text
     """
 
-    markers: ClassVar[tuple[str, ...]]
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Words of the format."""
 
     def feed(self, text: str) -> list[MessageDelta]:
         """The deltas that this text completes."""

@@ -49,9 +49,9 @@ class OutputParser:
 
 
 def uses_special_tokens(tokenizer: "Tokenizer", *parsers: Parser | None) -> bool:
-    """Whether a marker of these parsers is a special token, which the text must then include."""
+    """Whether a marker of these parsers has a special token, which the text must then include."""
     markers = {marker for parser in parsers if parser is not None for marker in parser.markers}
     return any(
-        token.special and token.content in markers
+        token.special and any(token.content in marker for marker in markers)
         for token in tokenizer.get_added_tokens_decoder().values()
     )

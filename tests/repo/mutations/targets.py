@@ -314,7 +314,7 @@ runtime/server/http/web_pages.py | runtime/server/http/test_web_pages.py
 runtime/server/openai/run_batch.py | runtime/server/protocols/test_batch.py -k 'internal_error or waits_while' | BatchRun._answer BatchRun._respond
 runtime/server/operations.py | runtime/server/test_compiler_page.py | compiler_page
 runtime/server/parsers/text_buffer.py | runtime/server/parsers/test_parser_work.py | TextBuffer.feed
-runtime/server/parsers/tool_parsers/state_machine.py | runtime/server/parsers/test_parser_work.py | JsonCallStateMachine._read_call
+runtime/server/parsers/tool_parsers/format_parser.py | runtime/server/parsers/test_tools.py -k 'understood' | FormatParser._after FormatParser._read_call FormatParser._read_rest_of_text
 runtime/server/responses/events.py | runtime/server/protocols/test_responses.py -k 'an_empty_message or count_for_the_item' | OutputItems.add OutputItems.finish
 runtime/server/responses/items.py | runtime/server/protocols/test_responses.py -k 'items_of_one_turn' | chat_messages
 runtime/server/service/generation.py | runtime/server/test_generation.py | Generation.__aiter__ Generation._raise_error Generation._record_metrics Generation._summary Generation.close Generation.usage

@@ -5,37 +5,42 @@ from collections.abc import Generator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-KNOWN_KEYS = ("name", *ARGUMENT_KEYS, "id", "type")
+OTHER_KEYS = (*ARGUMENT_KEYS, "id", "type")
 SPACE = " \t\r\n"
 
 
 class JsonScanner:
-    """Finds the end of a JSON object, list or string, without validating it.
+    """Finds the end of a JSON object, list or string, without validating it; with other brackets
+    and quotes, of what is written with these.
 
+    depth     how many brackets are open before the text
     done      the value is complete
     stopped   the next character cannot be part of it: a "<" outside of a string, which starts a
               marker
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, opening: str = "{[", closing: str = "}]", quotes: str = '"', depth: int = 0
+    ) -> None:
         self.done = self.stopped = False
-        self._depth = 0
-        self._quoted = self._escaped = False
+        self._opening, self._closing, self._quotes, self._depth = opening, closing, quotes, depth
+        self._quote = ""  # of the string that is open
+        self._escaped = False
 
     def feed(self, text: str, start: int = 0) -> int:
         """The number of characters from this position on that belong to the value."""
         for index in range(start, len(text)):
             char = text[index]
-            if self._quoted:
+            if self._quote:
                 self._read_text(char)
             elif char == "<":
                 self.stopped = True
                 return index - start
-            elif char == '"':
-                self._quoted = True
-            elif char in "{[":
+            elif char in self._quotes:
+                self._quote = char
+            elif char in self._opening:
                 self._depth += 1
-            elif char in "}]":
+            elif char in self._closing:
                 self._depth -= 1
                 self.done = self._depth <= 0
             if self.done:
@@ -47,24 +52,25 @@ class JsonScanner:
             self._escaped = False
         elif char == "\\":
             self._escaped = True
-        elif char == '"':
-            self._quoted = False
+        elif char == self._quote:
+            self._quote = ""
             self.done = self._depth == 0
 
 
 class JsonCallParser:
     """Parses one streamed call.
 
+    name_key  of the function's name
     strict    accept known keys only and require arguments; other JSON is content, not a call
     started   the name and the start of the arguments are known; `take` returns the arguments
     done      the object is complete
     invalid   this is not a call; if it was started, its arguments end here
     """
 
-    def __init__(self, strict: bool = False) -> None:
+    def __init__(self, strict: bool = False, name_key: str = "name") -> None:
         self.name = ""
         self.done = self.invalid = False
-        self._strict = strict
+        self._strict, self._name_key = strict, name_key
         self._arguments_started = False
         self._arguments: list[str] = []  # not taken yet
         self._reader = self._read()
@@ -102,7 +108,7 @@ class JsonCallParser:
         while char != "}":
             _expect(char == '"')
             key = _decoded((yield from _read_value([char])))
-            _expect(key in KNOWN_KEYS or not self._strict)
+            _expect(key in (self._name_key, *OTHER_KEYS) or not self._strict)
             _expect((yield from _read_visible()) == ":")
             char = yield from _read_visible()
             if key in ARGUMENT_KEYS and char == "{" and not self._arguments_started:
@@ -128,7 +134,7 @@ class JsonCallParser:
         self._arguments_started, self._arguments = True, [text]
 
     def _assign(self, key: Any, value: Any) -> None:
-        if key == "name" and not self.started:
+        if key == self._name_key and not self.started:
             self.name = value if isinstance(value, str) else ""
             _expect(bool(self.name))
         elif key in ARGUMENT_KEYS and not self._arguments_started and value is not None:

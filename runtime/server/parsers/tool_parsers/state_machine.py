@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from atomc.runtime.server.parsers.message_deltas import DeltaBuilder, MessageDelta
 from atomc.runtime.server.parsers.text_buffer import TextBuffer
-from atomc.runtime.server.parsers.tool_parsers.json_call import JsonCallParser, JsonScanner
+from atomc.runtime.server.parsers.tool_parsers.json_call import JsonScanner
 
 
 class StateMachineParser:
@@ -71,28 +71,3 @@ class ArgumentsStateMachine(StateMachineParser):
         if ended:
             self._state = self._end_call
         return ended
-
-
-class JsonCallStateMachine(StateMachineParser):
-    """A StateMachineParser of calls as one JSON object. `_read_call` goes on with `_end_call`, or
-    with `_read_content` if it is no call.
-    """
-
-    _call: JsonCallParser
-
-    def _read_call(self) -> bool:
-        call = self._call
-        was_started = call.started
-        read = self._text.take_read(call.feed)
-        if not call.started:
-            self._raw.append(read)
-            if call.invalid:
-                self._content(self._read_content)
-            return call.invalid
-        if not was_started:
-            self._deltas.call(call.name)
-            self._raw = []
-        self._deltas.arguments(call.take())
-        if call.done or call.invalid:
-            self._state = self._end_call
-        return call.done or call.invalid

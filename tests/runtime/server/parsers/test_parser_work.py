@@ -12,13 +12,7 @@ from atomc.runtime.server.parsers.message_deltas import merge_deltas
 from atomc.runtime.server.parsers.output_parser import OutputParser
 from atomc.runtime.server.parsers.reasoning_parsers import reasoning_parser
 from atomc.runtime.server.parsers.tool_parsers import tool_parser
-from atomc.runtime.server.parsers.tool_parsers.deepseek import (
-    CALL,
-    CALL_END,
-    CALLS,
-    CALLS_END,
-    SEPARATOR,
-)
+from atomc.runtime.server.parsers.tool_parsers.formats import FORMATS as TOOL_FORMATS
 
 # Pieces of one character take most of the time.
 LENGTHS = {1: 400, 4000: 4000}
@@ -27,24 +21,19 @@ LENGTHS = {1: 400, 4000: 4000}
 MOST = 40
 JSON = ["{", "}", "[", '"', ",", ":", "\\", "1"]
 REPEATED = [" ", "\n", "\t", "\u3000", "x", "<", ";"]
-# (texts that lead to each state, texts that are repeated there)
-HERMES = '<tool_call>{"name": "f"'
 HARMONY_CALL = "<|channel|>commentary to=functions.f<|message|>"
+
+
+def states(form):
+    """Texts that lead to each state of a format's parser, and texts that are repeated there."""
+    call, calls = ("f", {"a": "x", "b": [1]}), form.written([("f", {"a": "x", "b": [1]})] * 2)
+    ends = {calls.find(word) + len(word) for word in (*form.markers, "f", "x", "b", "1")}
+    return [calls[:end] for end in sorted(ends)] + [calls], [*form.markers, form.written([call])]
+
+
+# (texts that lead to each state, texts that are repeated there)
 FORMATS = {
-    "hermes": (
-        [HERMES[:11], HERMES[:12], HERMES[:21], HERMES, f'{HERMES}, "arguments": {{"a": "', f"{HERMES}}}"],
-        ["<tool_call>", "</tool_call>", f"{HERMES}}}</tool_call>", f"{HERMES}}}", f"{HERMES}, "],
-    ),
-    "llama3": (
-        ["<|python_tag|>", '{"name": "', '{"name": "f", "parameters": {"a": "', '{"name": "f", "parameters": {}}'],
-        ["<|python_tag|>", '{"name": "f", "parameters": {}};', '{"a": 1}', "<|python_tag|> "],
-    ),
-    "deepseek": (
-        [CALL, CALL + SEPARATOR, f"{CALL}f{SEPARATOR}", f"{CALL}function{SEPARATOR}f\n```json\n",
-         f'{CALL}f{SEPARATOR}{{"a": "', f"{CALL}f{SEPARATOR}{{}}"],
-        [CALLS, CALL, SEPARATOR, CALL_END, CALLS_END, CALL + SEPARATOR, f"{CALL}f{SEPARATOR}{{}}{CALL_END}",
-         f"{CALL}f{SEPARATOR}{{}}"],
-    ),
+    **{name: states(form) for name, form in TOOL_FORMATS.items()},
     "gpt-oss": (
         ["<|channel|>", "<|start|>", HARMONY_CALL, HARMONY_CALL + '{"a": "', HARMONY_CALL + "{}",
          "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|start|>x<|end|>"],
@@ -134,6 +123,7 @@ def work(name, text, size):
     return Counted.count / len(text)
 
 
+@pytest.mark.rotating(each_case=4)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", LENGTHS)
 def test_the_work_is_linear_in_the_text(counted_patterns, name, size):
