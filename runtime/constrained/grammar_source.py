@@ -1,6 +1,7 @@
 """Converts structured output requests to llguidance grammars, and sets llguidance's limits."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # optional
 # Tokens that a text forces are found by the mask, too. llguidance would tokenize the text: added
 # tokens and Unicode normal forms make of it tokens whose bytes contradict the grammar.
 BY_MASK = '%llguidance {"no_forcing": true}'
+JSON_RULE = re.compile(r"^(\w+: %json )(.*)$", re.MULTILINE)
 # Keywords of which null is a value: any JSON value is.
 ANY_VALUE = ("const", "default")
 
@@ -38,8 +40,9 @@ def source(structured: Structured) -> tuple[str, str]:
         regex = "|".join(map(_literal, structured.choice))
         return "choice", _unforced(of.grammar_from_regex(regex))
     if structured.grammar is not None:
-        is_lark = not structured.grammar.lstrip().startswith("{")
-        return "grammar", f"{structured.grammar}\n{BY_MASK}" if is_lark else structured.grammar
+        if structured.grammar.lstrip().startswith("{"):
+            return "grammar", structured.grammar
+        return "grammar", f"{_adapted_rules(structured)}\n{BY_MASK}"
     if structured.json_object:
         return "json_object", _json_grammar({"type": "object"})
     try:
@@ -49,8 +52,16 @@ def source(structured: Structured) -> tuple[str, str]:
 
 
 def _schema_grammar(structured: Structured) -> str:
+    schema = _adapted_schema(str(structured.json_schema), structured)
     try:
-        schema = json.loads(str(structured.json_schema))
+        return _json_grammar(schema)
+    except ValueError as error:  # such as a lone surrogate
+        raise ValueError(f"json_schema: {error}") from error
+
+
+def _adapted_schema(text: str, structured: Structured) -> JSONObject:
+    try:
+        schema = json.loads(text)
     except ValueError as error:
         raise ValueError(f"json_schema is not JSON: {error}") from error
     if not isinstance(schema, dict):
@@ -59,10 +70,20 @@ def _schema_grammar(structured: Structured) -> str:
     if not structured.additional_properties:
         close_objects(schema)
     _check_num_properties(schema)
-    try:
-        return _json_grammar(schema)
-    except ValueError as error:  # such as a lone surrogate
-        raise ValueError(f"json_schema: {error}") from error
+    return schema
+
+
+def _adapted_rules(structured: Structured) -> str:
+    """The grammar; if it says so, with the schemas of its rules as those of json_schema are."""
+    if not structured.adapts_schemas:
+        return str(structured.grammar)
+
+    def adapted(rule: re.Match[str]) -> str:
+        schema = _adapted_schema(rule[2], structured)
+        schema.setdefault("x-guidance", {"whitespace_flexible": False})
+        return f"{rule[1]}{json.dumps(schema)}"
+
+    return JSON_RULE.sub(adapted, str(structured.grammar))
 
 
 def _json_grammar(schema: JSONObject) -> str:

@@ -23,6 +23,7 @@ class Structured:
     grammar                text that matches this Lark grammar
     additional_properties  objects of json_schema may have properties that it does not name, as
                            JSON Schema defines; False: only where it says so
+    adapts_schemas         the same holds for `rule: %json {...}` in a line of grammar
 
     Raises ValueError for no field or several. Whether it compiles is checked in
     atomc.runtime.constrained.grammar_compiler.
@@ -34,6 +35,7 @@ class Structured:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     additional_properties: bool = False
+    adapts_schemas: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.json_schema, Mapping):

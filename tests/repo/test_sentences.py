@@ -55,6 +55,7 @@ ALLOWED = {
     "runtime/server/parsers/text_buffer.py: text.": "what a model wrote",
     "runtime/server/parsers/tool_parsers/argument_values.py": "what a model wrote",
     "runtime/server/parsers/tool_parsers/format_parser.py: text.": "what a model wrote",
+    "runtime/server/parsers/tool_parsers/forced_grammar.py: text.partition(token)": "the text of a format",
     "runtime/server/parsers/tool_parsers/tool_format.py": "the text of a format",
 }
 

@@ -13,9 +13,20 @@ from atomc.runtime.constrained.closed_schema import DEFINITIONS
 from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.server.http.limits import TOOLS, check_length
 from atomc.runtime.server.http.responses import invalid, refusing
-from atomc.runtime.server.parsers.message_deltas import DeltaBuilder, MessageDelta, Parser
+from atomc.runtime.server.parsers.message_deltas import (
+    ContentDelta,
+    DeltaBuilder,
+    MessageDelta,
+    Parser,
+    ToolCallStart,
+    call_id,
+)
+from atomc.runtime.server.parsers.output_parser import special_tokens
 from atomc.runtime.server.parsers.tool_parsers import TOOL_PARSERS, tool_parser
+from atomc.runtime.server.parsers.tool_parsers.forced_grammar import ForcedFunction, forced_grammar
+from atomc.runtime.server.parsers.tool_parsers.formats import ALIASES, FORMATS
 from atomc.runtime.server.parsers.tool_parsers.json_call import JsonCallParser
+from atomc.runtime.server.service.model_info import ModelInfo
 from atomc.runtime.server.service.protocol import (
     AllowedTools,
     ChatRequest,
@@ -35,7 +46,8 @@ class ToolMode:
     """How the choices of a request may call tools.
 
     template_tools   the tools passed to the chat template
-    parser_name      the tool parser, for tool_choice "auto"; None if the format is unknown
+    parser_name      the tool parser; None if the format is unknown, or if it is not forced, where
+                     a call is: then the text is JSON
     schemas          of the arguments, by function
     function_name    the function that tool_choice names
     required         tool_choice is "required"
@@ -54,11 +66,12 @@ class ToolMode:
 
     def parser(self) -> Parser | None:
         """A new parser for one choice."""
+        if self.parser_name is not None:
+            parser = tool_parser(self.parser_name, self.schemas)
+            return parser if self.structured is None else ForcedParser(parser, self.function_name)
         if self.function_name is not None:
             return NamedToolParser(self.function_name)
-        if self.required:
-            return RequiredToolParser()
-        return None if self.parser_name is None else tool_parser(self.parser_name, self.schemas)
+        return RequiredToolParser() if self.required else None
 
 
 def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
@@ -80,24 +93,30 @@ def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
             template_tools,
             service.model.tools,
             single_call=body.parallel_tool_calls is False,
-            schemas={tool.function.name: tool.function.parameters or {} for tool in tools},
+            schemas=_schemas(tools),
         )
     functions = [tool.function for tool in tools]
     named = _function_named(functions, choice.function.name) if choice != "required" else None
     with refusing("tools"):
-        schema = (
-            calls_schema(functions, body.parallel_tool_calls is not False)
-            if named is None
-            else arguments_schema(named)
+        parser_name, structured = _forced(
+            service.model,
+            functions if named is None else [named],
+            named=named is not None,
+            several=named is None and body.parallel_tool_calls is not False,
+            is_open=additional_properties(body, service.config),
         )
-        is_open = additional_properties(body, service.config)
-        structured = check_structured(Structured(schema, additional_properties=is_open))
     return ToolMode(
         template_tools,
+        parser_name,
         function_name=None if named is None else named.name,
         required=named is None,
         structured=structured,
+        schemas=_schemas(tools),
     )
+
+
+def _schemas(tools: Sequence[Tool]) -> dict[str, JSONObject]:
+    return {tool.function.name: tool.function.parameters or {} for tool in tools}
 
 
 @cache
@@ -137,6 +156,26 @@ def _function_named(functions: Sequence[Function], name: str) -> Function:
 
 
 # Forced calls
+
+
+def _forced(
+    model: ModelInfo, functions: Sequence[Function], *, named: bool, several: bool, is_open: bool
+) -> tuple[str | None, Structured]:
+    """The parser and the grammar of calls in the format of the model; in JSON, without the name of
+    a parser, where that format cannot be forced. Raises ValueError for a schema without objects.
+    """
+    form = FORMATS.get(ALIASES.get(model.tools or "", model.tools or ""))
+    forced = [ForcedFunction(each.name, arguments_schema(each)) for each in functions]
+    if form is not None and model.tokenizer is not None:
+        special = special_tokens(model.tokenizer)
+        grammar = forced_grammar(form, forced, special, several=several)
+        if grammar is not None:
+            structured = Structured(
+                grammar=grammar, additional_properties=is_open, adapts_schemas=True
+            )
+            return model.tools, check_structured(structured)
+    schema = forced[0].schema if named else calls_schema(functions, several)
+    return None, check_structured(Structured(schema, additional_properties=is_open))
 
 
 def arguments_schema(function: Function) -> JSONObject:
@@ -190,7 +229,36 @@ def calls_schema(functions: Sequence[Function], parallel: bool) -> JSONObject:
 
 
 class ForcedParser:
-    """A Parser of calls that a grammar forces, without markers."""
+    """A Parser of calls that a grammar forces in the format of the model: a call that is cut before
+    its name is known is no content, but a call of the function that the request names.
+    """
+
+    def __init__(self, parser: Parser, function_name: str | None) -> None:
+        self._parser, self._name, self._is_called = parser, function_name, False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self._parser.markers
+
+    def feed(self, text: str) -> list[MessageDelta]:
+        return self._calls(self._parser.feed(text))
+
+    def finish(self) -> list[MessageDelta]:
+        deltas = self._calls(self._parser.finish())
+        if self._name is not None and not self._is_called:
+            deltas.append(ToolCallStart(0, call_id(), self._name))
+        return deltas
+
+    def _calls(self, deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
+        calls: list[MessageDelta] = [
+            delta for delta in deltas if not isinstance(delta, ContentDelta)
+        ]
+        self._is_called |= bool(calls)
+        return calls
+
+
+class JsonCallsParser:
+    """A Parser of calls that a grammar forces in JSON, without markers."""
 
     markers: ClassVar[tuple[str, ...]] = ()
 
@@ -201,7 +269,7 @@ class ForcedParser:
         return []
 
 
-class NamedToolParser(ForcedParser):
+class NamedToolParser(JsonCallsParser):
     """Parses text that consists of the arguments of one call of this function."""
 
     def __init__(self, name: str) -> None:
@@ -216,7 +284,7 @@ class NamedToolParser(ForcedParser):
         return self._deltas.take()
 
 
-class RequiredToolParser(ForcedParser):
+class RequiredToolParser(JsonCallsParser):
     """Parses a list of calls that matches `calls_schema`."""
 
     def __init__(self) -> None:

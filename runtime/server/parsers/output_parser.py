@@ -51,7 +51,10 @@ class OutputParser:
 def uses_special_tokens(tokenizer: "Tokenizer", *parsers: Parser | None) -> bool:
     """Whether a marker of these parsers has a special token, which the text must then include."""
     markers = {marker for parser in parsers if parser is not None for marker in parser.markers}
-    return any(
-        token.special and any(token.content in marker for marker in markers)
-        for token in tokenizer.get_added_tokens_decoder().values()
-    )
+    return any(token in marker for token in special_tokens(tokenizer) for marker in markers)
+
+
+def special_tokens(tokenizer: "Tokenizer") -> dict[str, int]:
+    """The ids of the special tokens, by text."""
+    tokens = tokenizer.get_added_tokens_decoder().items()
+    return {token.content: number for number, token in tokens if token.special and token.content}

@@ -331,7 +331,8 @@ class FormatParser(ArgumentsStateMachine):
         self._value, self._newline = list[str](), ""
         if self._strips_newline and self._text.startswith("\n"):
             self._text.take(1)
-        self._state = self._read_rest_of_value
+        is_container = self._kinds & {"object", "array"} and "string" not in self._kinds
+        self._state = self._read_start_of_value if is_container else self._read_rest_of_value
         if is_string == "true" or is_text(self._kinds):
             self._deltas.arguments('"')
             self._state = self._read_rest_of_text
@@ -346,6 +347,22 @@ class FormatParser(ArgumentsStateMachine):
             self._deltas.arguments('"')
             self._state = self._read_parameters
         return bool(marker)
+
+    def _read_container(self) -> bool:
+        """An object or a list, whose strings may have what ends a value."""
+        self._value.append(self._text.take_read(self._arguments.feed))
+        if self._arguments.done or self._arguments.stopped:
+            self._state = self._read_rest_of_value
+        return self._state == self._read_rest_of_value
+
+    def _read_start_of_value(self) -> bool:
+        self._text.take_characters(SPACES)
+        if self._text.startswith("{", "["):
+            self._arguments = JsonScanner(quotes="\"'")
+            self._state = self._read_container
+        elif self._text:
+            self._state = self._read_rest_of_value
+        return bool(self._text)
 
     def _read_rest_of_value(self) -> bool:
         text, marker = self._text.take_until(*self._value_end)

@@ -244,6 +244,14 @@ CASES = {
     "qwen3-coder-mentions-the-tags": (
         "qwen3-coder", "Write <tool_call> and <function=...> around it.", called(before="Write <tool_call> and <function=...> around it."),
     ),
+    "qwen3-coder-end-of-a-value-in-a-list": (
+        "qwen3-coder", '<function=f><parameter=near> ["</parameter>", \'</parameter>"\'] </parameter></function>',
+        called(("f", '{"near": ["</parameter>", "</parameter>\\""]}')),
+    ),
+    "qwen3-coder-list-without-its-end": (
+        "qwen3-coder", '<function=f><parameter=near>["a", </parameter><parameter=days>2</parameter></function>',
+        called(("f", '{"near": "[\\"a\\", ", "days": 2}')),
+    ),
     "seed-oss": (
         "seed-oss", "<seed:tool_call>\n<function=f>\n<parameter=city>Paris</parameter>\n</function>\n</seed:tool_call>",
         called(("f", CITY)),
