@@ -37,6 +37,9 @@ from atomc.runtime.server.service.sampling import (
 from atomc.runtime.server.service.service import Service
 from atomc.runtime.text.text_stream import TextDelta
 
+# Variables of chat templates that switch the reasoning: of Qwen3 and GLM, of DeepSeek and Granite.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+
 
 @dataclass(frozen=True)
 class ChoiceDelta:
@@ -129,7 +132,7 @@ async def start_chat(
         max_tokens = min(max_tokens, max(model.max_len - len(prompt), 1))
     check_context_length(len(prompt), max_tokens, model)
     structured = _structured(service, body, mode)
-    end = None if _is_content(structured) else PromptEnd(chat.text, _prefill(body))
+    end = None if _is_content(structured) else _prompt_end(chat.text, body, model)
     parsers = [output_parser(model.reasoning, mode, end) for _ in range(body.n)]
     keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(
         model.tokenizer, *parsers[0].parsers
@@ -175,11 +178,17 @@ def _is_content(structured: Structured | None) -> bool:
     return not any(CLOSE in source.replace("\\", "") for source in sources)
 
 
-def _prefill(body: ChatRequest) -> str | None:
-    """The text of the last message, if the answer continues it."""
-    if not body.continue_final_message:
-        return None
-    content = body.messages[-1].get("content")
+def _prompt_end(prompt: str, body: ChatRequest, model: ModelInfo) -> PromptEnd:
+    last = _last_text(body)
+    template = "" if model.template is None else model.template.source
+    switches = body.chat_template_kwargs or {}
+    thinking = any(switches.get(name) is True and name in template for name in THINKING_SWITCHES)
+    return PromptEnd(prompt, last if body.continue_final_message else None, last or "", thinking)
+
+
+def _last_text(body: ChatRequest) -> str | None:
+    """The text of the last message, or of its last part."""
+    content = body.messages[-1].get("content") if body.messages else None
     last = content[-1] if isinstance(content, list) and content else content
     text = last.get("text") if isinstance(last, dict) else last
     return text if isinstance(text, str) else None

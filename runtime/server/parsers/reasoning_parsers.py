@@ -20,7 +20,9 @@ OPEN, CLOSE = "<think>", "</think>"
 class ThinkParser:
     """<think>...</think> at the start of the text, as in Qwen3, DeepSeek-R1 and QwQ.
 
-    opened   the prompt ends within the reasoning
+    opened        the prompt ends within the reasoning
+    may_be_open   it may: text without an opening tag is reasoning if a closing tag follows, and is
+                  held back until then
 
     Newlines next to the tags are dropped. Later tags are content. Format: chat templates and model
     cards of Qwen/Qwen3-8B, Qwen/QwQ-32B and deepseek-ai/DeepSeek-R1.
@@ -28,12 +30,12 @@ class ThinkParser:
 
     markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
-    def __init__(self, opened: bool = False) -> None:
-        self._opened = opened
+    def __init__(self, opened: bool = False, may_be_open: bool = False) -> None:
+        self._opened, self._may_be_open = opened, may_be_open
         self._text = TextBuffer()
         self._deltas: list[MessageDelta] = []
         self._has_content = self._has_reasoning = False
-        self._space: list[str] = []  # before the text
+        self._held: list[str] = []  # text of unknown kind
         # Trailing newlines of the reasoning, emitted only if more reasoning follows.
         self._newlines: list[str] = []
         self._state = self._read_start
@@ -45,7 +47,7 @@ class ThinkParser:
         return self._take()
 
     def finish(self) -> list[MessageDelta]:
-        rest = "".join((*self._space, self._text.take_all()))
+        rest = self._take_held() + self._text.take_all()
         if self._state == self._read_reasoning or (
             self._state == self._read_start and self._opened
         ):
@@ -55,15 +57,17 @@ class ThinkParser:
         return self._take()
 
     def _read_start(self) -> bool:
-        self._space.append(self._text.take_characters(r"\s*"))
+        self._held.append(self._text.take_characters(r"\s*"))
         if self._text.is_prefix_of(OPEN):  # also if nothing is left
             return False
         if self._text.startswith(OPEN):
             self._text.take(len(OPEN))
             self._opened = True
-            self._space.clear()
-        space = "".join(self._space)
-        self._space.clear()
+            self._held.clear()
+        if self._may_be_open and not self._opened:
+            self._state = self._read_undecided
+            return True
+        space = self._take_held()
         if self._opened:
             self._state = self._read_reasoning
             self._add_reasoning(space)
@@ -72,6 +76,14 @@ class ThinkParser:
             if space:
                 self._deltas.append(ContentDelta(space))
         return True
+
+    def _read_undecided(self) -> bool:
+        text, marker = self._text.take_until(CLOSE)
+        self._held.append(text)
+        if marker:
+            self._add_reasoning(self._take_held())
+            self._state = self._read_content
+        return bool(marker)
 
     def _read_reasoning(self) -> bool:
         text, marker = self._text.take_until(CLOSE)
@@ -98,6 +110,11 @@ class ThinkParser:
             self._deltas.append(ContentDelta(text))
         return False
 
+    def _take_held(self) -> str:
+        text = "".join(self._held)
+        self._held.clear()
+        return text
+
     def _take(self) -> list[MessageDelta]:
         taken, self._deltas = merge_deltas(self._deltas), []
         return taken
@@ -107,27 +124,52 @@ class ThinkParser:
 class PromptEnd:
     """Where the text of a response begins.
 
-    prompt    the rendered chat; some templates end with the opening tag
-    prefill   the beginning of the response that the client wrote
+    prompt      the rendered chat; some templates open or close the reasoning at its end
+    prefill     the beginning of the response that the client wrote
+    last_text   of the last message, after which the turn of the response begins
+    thinking    the client has switched the reasoning of the chat template on
     """
 
     prompt: str = ""
     prefill: str | None = None
+    last_text: str = ""
+    thinking: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the response begins within the reasoning."""
+        turn = self._turn
+        return turn.rfind(OPEN) > turn.rfind(CLOSE)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the response begins after the reasoning."""
+        return self.prefill is not None or CLOSE in self._turn
+
+    @property
+    def _turn(self) -> str:
+        """What the prompt has of the response. Without the text of the last message in the prompt,
+        the tag at its end: tags before may be those of a message.
+        """
+        if self.prefill is not None:
+            return self.prefill
+        end = self.prompt.rstrip()
+        for tag in (OPEN, CLOSE):  # of which the text of the message may be a part
+            if end.endswith(tag):
+                return tag
+        text = self.last_text.strip()
+        return end.rpartition(text)[2] if text and text in end else ""
 
 
 def _think(end: PromptEnd | None) -> Parser:
     if end is None:
         return ThinkParser()
-    if end.prefill is not None:
-        return ThinkParser(end.prefill.rfind(OPEN) > end.prefill.rfind(CLOSE))
-    return ThinkParser(end.prompt.rstrip().endswith(OPEN))
+    return ThinkParser(end.is_open, end.thinking and not end.is_closed)
 
 
 def _deepseek_r1(end: PromptEnd | None) -> Parser:
     """The model may leave out the opening tag: a text is reasoning up to the closing one."""
-    if end is None or end.prefill is not None:
-        return _think(end)
-    return ThinkParser(not end.prompt.rstrip().endswith(CLOSE))
+    return ThinkParser(end is not None and (end.is_open or not end.is_closed))
 
 
 REASONING_PARSERS: Mapping[str, Callable[[PromptEnd | None], Parser]] = {

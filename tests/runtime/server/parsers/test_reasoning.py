@@ -13,6 +13,9 @@ from atomc.runtime.server.parsers.reasoning_parsers import (
     detect_reasoning_parser,
     reasoning_parser,
 )
+from atomc.runtime.server.service.model_info import ModelInfo
+from atomc.runtime.server.service.protocol import ChatRequest
+from atomc.runtime.text.chat_template import ChatTemplate
 
 OPEN = "<|im_start|>assistant\n<think>\n"
 OFF = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -21,9 +24,9 @@ CALL = (
 )
 
 
-def parsed(name, prompt, *parts):
-    """All deltas, with adjacent ones of the same type merged."""
-    parser = reasoning_parser(name, PromptEnd(prompt))
+def parsed(name, end, *parts):
+    """All deltas, with adjacent ones of the same type merged. end: a PromptEnd, or its prompt."""
+    parser = reasoning_parser(name, PromptEnd(end) if isinstance(end, str) else end)
     pieces = [piece for part in parts for piece in parser.feed(part)]
     return merge_deltas(pieces + parser.finish())
 
@@ -109,13 +112,13 @@ FRAGMENTS = {
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_any_text_in_any_parts_gives_the_same_as_at_once(name, data):
-    prompt = data.draw(st.sampled_from(["", OPEN]))
+    end = data.draw(st.sampled_from([PromptEnd(), PromptEnd(OPEN), PromptEnd(thinking=True)]))
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=20)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = parsed(name, prompt, text)
-    assert parsed(name, prompt, *parts) == whole
-    assert parsed(name, prompt, *text) == whole
+    whole = parsed(name, end, text)
+    assert parsed(name, end, *parts) == whole
+    assert parsed(name, end, *text) == whole
 
 
 def test_thoughts_come_as_they_are_thought():
@@ -142,6 +145,75 @@ def test_an_answer_continues_the_reasoning_that_its_beginning_leaves_open(name, 
     text = parser.feed(" thinking</think>5") + parser.finish()
     said = ContentDelta(" thinking</think>5")
     assert text == ([ReasoningDelta(" thinking"), ContentDelta("5")] if thought else [said])
+
+
+@pytest.mark.parametrize(
+    ("tail", "last_text", "opened"),
+    [
+        ("<think>\nOkay, ", "Hi", True),
+        ("<think>\nOkay, ", " Hi\n", True),  # templates strip
+        ("<think>a</think>\n<think>\nOkay, ", "Hi", True),
+        ("<think>a</think>\nSo: ", "Hi", False),
+        ("<think>\n", "n", True),  # within the tag
+        ("<think>\n\n</think>\n\n", "k", False),
+        ("", "What does <think> mean?", False),
+        ("", "I write <think>", False),
+        ("", "", False),
+        ("<think>\n", "", True),
+        ("Okay <think> so", "", False),  # of a message, for all that is known
+    ],
+)
+def test_tags_after_the_last_message_open_and_close_the_reasoning(tail, last_text, opened):
+    users = "".join(f"<user>\n{text}</user>\n" for text in ("Say <think>", last_text.strip()))
+    prompt = f"{users}<assistant>\n{tail}"
+    end = PromptEnd(prompt, last_text=last_text)
+    whole = parsed("think", end, "x</think>y")
+    assert whole == (answer("x", "y") if opened else answer("", "x</think>y"))
+    assert parsed("think", end, *"x</think>y") == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "deltas"),
+    [
+        ("I reason.\n</think>\n\nIt is 5.", answer("I reason.", "It is 5.")),
+        ("\nI <b>reason</b>.</think>5 </think>", answer("I <b>reason</b>.", "5 </think>")),
+        ("\n<think>\nHm.</think>5", answer("Hm.", "5")),
+        (" It is 5.\n", answer("", " It is 5.\n")),
+        ("It is </thin", answer("", "It is </thin")),
+        ("", answer()),
+    ],
+)
+def test_a_lone_closing_tag_ends_the_reasoning_that_the_client_switched_on(text, deltas):
+    end = PromptEnd("<|im_start|>assistant\n", thinking=True)
+    for at in range(len(text) + 1):
+        assert parsed("think", end, text[:at], text[at:]) == deltas, at
+    assert parsed("think", end, *text) == deltas
+
+
+def test_an_answer_that_cannot_have_reasoning_is_not_held_back():
+    for end in (
+        PromptEnd("assistant\n"),
+        PromptEnd(OFF, thinking=True),
+        PromptEnd("a", "a", thinking=True),
+    ):
+        assert reasoning_parser("think", end).feed("It is ") == [ContentDelta("It is ")]
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "thinking"),
+    [
+        ("{{ enable_thinking }}", {"chat_template_kwargs": {"enable_thinking": True}}, True),
+        ("{{ thinking }}", {"chat_template_kwargs": {"thinking": True}}, True),
+        ("{{ enable_thinking }}", {"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ("{{ enable_thinking }}", {}, False),
+        ("no switch", {"chat_template_kwargs": {"enable_thinking": True}}, False),
+    ],
+)
+def test_the_client_switches_the_reasoning_of_a_template_that_can(source, fields, thinking):
+    model = ModelInfo((), None, ChatTemplate(source), {}, None, "think")
+    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    body = ChatRequest(messages=[{"role": "user", "content": parts}], **fields)
+    assert chat._prompt_end("a\nb", body, model) == PromptEnd("a\nb", None, "b", thinking)
 
 
 def test_deepseek_r1_may_leave_out_the_opening_tag():
