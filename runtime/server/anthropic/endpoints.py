@@ -81,7 +81,7 @@ class MessageAnswer(Answer[MessagesRequest]):
             if events:
                 yield b"".join(events)
             calls_tools |= _calls_tools(last.deltas)
-        usage = delta_usage(self.generation.usage())
+        usage = delta_usage(self.chat.usage())
         end = _event("message_delta", delta=self._stop(last, calls_tools), usage=usage)
         yield b"".join((*blocks.stop(), end, _event("message_stop")))
 
@@ -96,7 +96,7 @@ class MessageAnswer(Answer[MessagesRequest]):
             "model": self.generation.model_name,
             "content": content,
             **end,
-            "usage": message_usage(self.generation.usage()),
+            "usage": message_usage(self.chat.usage()),
         }
 
     def _stop(self, last: ChoiceDelta, calls_tools: bool) -> StopFields:

@@ -10,7 +10,7 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from atomc.runtime.server.service.protocol import JSONObject
-from atomc.runtime.server.service.response_types import Usage
+from atomc.runtime.server.service.response_types import ChatUsage
 
 
 class TextContent(TypedDict):
@@ -42,6 +42,10 @@ class ToolUseContent(TypedDict):
 Content = Annotated[TextContent | ThinkingContent | ToolUseContent, Field(discriminator="type")]
 
 
+class OutputTokensDetails(TypedDict):
+    thinking_tokens: int
+
+
 class DeltaUsage(TypedDict):
     """Of the event message_delta. input_tokens leaves out those from the prefix cache."""
 
@@ -49,7 +53,7 @@ class DeltaUsage(TypedDict):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
-    output_tokens_details: None
+    output_tokens_details: OutputTokensDetails
     server_tool_use: None
 
 
@@ -90,19 +94,20 @@ def stop(reason: str | None, sequence: str | None = None) -> StopFields:
     }
 
 
-def delta_usage(usage: Usage) -> DeltaUsage:
+def delta_usage(usage: ChatUsage) -> DeltaUsage:
     num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    num_thinking = usage["completion_tokens_details"]["reasoning_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - num_cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached,
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": None,
+        "output_tokens_details": {"thinking_tokens": num_thinking},
         "server_tool_use": None,
     }
 
 
-def message_usage(usage: Usage) -> MessageUsage:
+def message_usage(usage: ChatUsage) -> MessageUsage:
     return {
         **delta_usage(usage),
         "cache_creation": None,

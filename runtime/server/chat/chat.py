@@ -15,6 +15,7 @@ from atomc.runtime.server.http.limits import check_total_size
 from atomc.runtime.server.http.responses import invalid
 from atomc.runtime.server.parsers.message_deltas import (
     MessageDelta,
+    ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
 )
@@ -25,6 +26,7 @@ from atomc.runtime.server.service.generation import Generation
 from atomc.runtime.server.service.image_budget import image_reservation
 from atomc.runtime.server.service.model_info import ModelInfo
 from atomc.runtime.server.service.protocol import ChatRequest
+from atomc.runtime.server.service.response_types import ChatUsage, CompletionTokensDetails
 from atomc.runtime.server.service.sampling import (
     check_context_length,
     check_logprobs,
@@ -60,6 +62,26 @@ class ChoiceDelta:
 
 
 @dataclass
+class _ReasoningTokens:
+    """Counts the tokens of the reasoning of a choice. A token is of the kind of the last delta, the
+    first ones of the first: both tags are of the reasoning.
+    """
+
+    count: int = 0
+    _last: MessageDelta | None = None
+    _num_before: int = 0  # tokens before the first delta
+
+    def add(self, deltas: Sequence[MessageDelta], num_tokens: int) -> None:
+        self._num_before += num_tokens
+        self._last = deltas[-1] if deltas else self._last
+        if self._last is None:
+            return
+        if isinstance(self._last, ReasoningDelta):
+            self.count += self._num_before
+        self._num_before = 0
+
+
+@dataclass
 class Chat:
     """A chat that the engine has accepted: iterate once, in a `with` block of its generation."""
 
@@ -69,16 +91,24 @@ class Chat:
 
     def __post_init__(self) -> None:
         self._calls_tools = [False] * len(self._parsers)
+        self._reasoning = [_ReasoningTokens() for _ in self._parsers]
 
     async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
         """The deltas until all choices have finished. Raises as Generation does."""
         async for choice, delta in self.generation:
             yield self._parse(choice.index, delta)
 
+    def usage(self) -> ChatUsage:
+        """As Generation.usage, and the tokens of the reasoning of all choices."""
+        count = sum(counter.count for counter in self._reasoning)
+        details: CompletionTokensDetails = {"reasoning_tokens": count}
+        return {**self.generation.usage(), "completion_tokens_details": details}
+
     def _parse(self, index: int, delta: TextDelta) -> ChoiceDelta:
         deltas = self._parsers[index].feed(delta.text)
         if delta.finish_reason is not None:
             deltas += self._parsers[index].finish()
+        self._reasoning[index].add(deltas, len(delta.token_ids))
         if self._mode.single_call:
             deltas = [item for item in deltas if not _is_further_call(item)]
         self._calls_tools[index] |= any(isinstance(item, ToolCallStart) for item in deltas)

@@ -78,7 +78,7 @@ class ChatAnswer(Answer[ChatRequest]):
             "model": self.generation.model_name,
             "object": "chat.completion",
             "choices": choices,
-            "usage": self.generation.usage(),
+            "usage": self.chat.usage(),
         }
         if self.body.prompt_logprobs is not None:
             scored = next(iter(self.generation.choices.values())).prompt_logprobs or ()
@@ -110,7 +110,7 @@ class ChatAnswer(Answer[ChatRequest]):
                     if events := b"".join(self._events(delta, started)):
                         yield events
         if body.effective_stream_options.include_usage:
-            yield sse_event(self._event([]) | {"usage": self.generation.usage()})
+            yield sse_event(self._event([]) | {"usage": self.chat.usage()})
         yield SSE_DONE
 
     def _text_events(self, index: int) -> TextEvents:
@@ -127,7 +127,7 @@ class ChatAnswer(Answer[ChatRequest]):
                 event["prompt_token_ids"] = self.generation.prompts[0]
                 is_first = False
             if self.body.effective_stream_options.continuous_usage_stats:
-                event["usage"] = self.generation.usage()
+                event["usage"] = self.chat.usage()
             yield sse_event(event)
 
     def _event(self, choices: list[types.ChatChunkChoice]) -> types.ChatChunk:

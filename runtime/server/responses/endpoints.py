@@ -264,12 +264,12 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
         }
 
     def _usage(self) -> Event:
-        usage = self.generation.usage()
+        usage = self.chat.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
             # Writing to the prefix cache costs nothing, so no tokens are counted for it.
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self.output.num_reasoning_tokens},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }

@@ -91,14 +91,11 @@ class OutputItems:
     """The items of one response. `add` each delta, then `finish`; both yield events, without
     sequence numbers.
 
-    num_reasoning_tokens   tokens count for the item that is open after them, the first ones for
-                           the first item
+    Log-probabilities are of the item that is open after them, the first ones of the first item.
     """
 
     def __init__(self) -> None:
-        self.num_reasoning_tokens = 0
         self._items: list[_Item] = []
-        self._num_tokens = 0  # of no item yet
         self._logprobs: list[msgspec.Raw] = []
 
     def items(self) -> list[Event]:
@@ -113,7 +110,6 @@ class OutputItems:
         return items
 
     def add(self, delta: ChoiceDelta, logprobs: Logprobs) -> Iterator[Event]:
-        self._num_tokens += len(delta.tokens)
         self._logprobs += logprobs
         last = len(delta.deltas) - 1
         for number, part in enumerate(delta.deltas):
@@ -121,11 +117,8 @@ class OutputItems:
         item = self._items[-1] if self._items else None
         if item is None:
             return
-        if isinstance(item, _Reasoning):
-            self.num_reasoning_tokens += self._num_tokens
-        elif isinstance(item, _Message) and self._logprobs:
+        if isinstance(item, _Message) and self._logprobs:
             yield self._delta("")  # tokens without text
-        self._num_tokens = 0
         self._logprobs.clear()
 
     def finish(self, complete: bool) -> Iterator[Event]:

@@ -33,6 +33,14 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails
 
 
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ChatUsage(Usage):
+    completion_tokens_details: CompletionTokensDetails
+
+
 class ChoiceFields(TypedDict):
     """What choices of all formats have."""
 
@@ -137,7 +145,7 @@ class ChatChunkChoice(ChoiceFields):
 class ChatCompletion(AnswerFields):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
+    usage: ChatUsage
     prompt_token_ids: NotRequired[Sequence[int]]
     prompt_logprobs: NotRequired[list[EncodedScores]]
 
@@ -145,7 +153,7 @@ class ChatCompletion(AnswerFields):
 class ChatChunk(AnswerFields):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: NotRequired[Usage]
+    usage: NotRequired[ChatUsage]
     prompt_token_ids: NotRequired[Sequence[int]]
 
 

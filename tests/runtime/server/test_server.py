@@ -527,6 +527,15 @@ def test_reasoning_content_and_tool_calls_are_separated(client, stream):
     )
     if not stream:
         assert found.choices[0].finish_reason == "tool_calls"
+        counted = found.usage.completion_tokens_details.reasoning_tokens
+        answered = client.chat.completions.create(
+            messages=HELLO,
+            extra_body={"guided_choice": [WRITTEN.partition("\n\n")[2]]},
+            **greedy(max_tokens=300),
+        )
+        assert answered.usage.completion_tokens_details.reasoning_tokens == 0
+        assert counted + answered.usage.completion_tokens <= found.usage.completion_tokens
+        assert counted > found.usage.completion_tokens - answered.usage.completion_tokens - 3
 
 
 def test_without_a_choice_of_tools_none_is_called(client):

@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 
 from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.server.chat import chat
-from atomc.runtime.server.parsers.message_deltas import ContentDelta, ReasoningDelta, merge_deltas
+from atomc.runtime.server.parsers.message_deltas import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    merge_deltas,
+)
 from atomc.runtime.server.parsers.reasoning_parsers import (
     REASONING_PARSERS,
     PromptEnd,
@@ -214,6 +220,22 @@ def test_the_client_switches_the_reasoning_of_a_template_that_can(source, fields
     parts = [{"type": "text", "text": text} for text in ("a", "b")]
     body = ChatRequest(messages=[{"role": "user", "content": parts}], **fields)
     assert chat._prompt_end("a\nb", body, model) == PromptEnd("a\nb", None, "b", thinking)
+
+
+def test_tokens_are_of_the_kind_of_the_last_delta_after_them():
+    counter = chat._ReasoningTokens()
+    counts = []
+    for deltas, num_tokens in [
+        ([], 1),  # the opening tag
+        ([ReasoningDelta("A")], 1),
+        ([], 1),  # the closing tag
+        ([ReasoningDelta("!"), ContentDelta("B")], 2),
+        ([], 1),  # a part of a character
+        ([ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{}")], 4),
+    ]:
+        counter.add(deltas, num_tokens)
+        counts.append(counter.count)
+    assert counts == [0, 2, 3, 3, 3, 3]
 
 
 def test_deepseek_r1_may_leave_out_the_opening_tag():

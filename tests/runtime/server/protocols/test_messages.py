@@ -36,7 +36,7 @@ COUNTS = {
     "cache_creation_input_tokens",
     "cache_read_input_tokens",
 }
-NOT_COUNTED = ("output_tokens_details", "server_tool_use")
+NOT_COUNTED = ("server_tool_use",)
 OF_WHOLE = ("cache_creation", "inference_geo", "service_tier")  # not of the event message_delta
 WRITTEN = f"<think>\nParis it is.\n</think>\n\nOne moment.\n{CALL % 'Paris'}\n{CALL % 'Rome'}"
 
@@ -292,9 +292,11 @@ def test_a_message_has_each_field_that_anthropics_schema_requires(http):
     assert whole.keys() == start.keys() == fields
     assert {name: start[name] for name in ENDED} == ENDED
     assert {name: whole[name] for name in ENDED} == last["delta"]
+    usages = whole["usage"], start["usage"], last["usage"]
+    assert [usage.pop("output_tokens_details") for usage in usages] == [{"thinking_tokens": 0}] * 3
     assert whole["usage"].keys() == start["usage"].keys() == COUNTS | {*NOT_COUNTED, *OF_WHOLE}
     assert last["usage"].keys() == COUNTS | {*NOT_COUNTED}
-    for usage in (whole["usage"], start["usage"], last["usage"]):
+    for usage in usages:
         assert {value for name, value in usage.items() if name not in COUNTS} == {None}
         assert all(type(usage[name]) is int for name in COUNTS)
 

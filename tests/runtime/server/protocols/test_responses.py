@@ -580,21 +580,20 @@ def test_fields_of_other_apis_are_ignored_and_named(http):
     assert answer.headers["X-Ignored-Fields"] == "max_tokens, n"
 
 
-def test_tokens_and_logprobs_count_for_the_item_that_is_open_after_them():
+def test_logprobs_are_of_the_item_that_is_open_after_them():
     raw = [msgspec.Raw(str(number).encode()) for number in range(6)]
     output, events = OutputItems(), []
     steps = [
-        ([], 1, raw[:1]),  # the opening tag
-        ([ReasoningDelta("A")], 1, raw[1:2]),
-        ([], 1, raw[2:3]),  # the closing tag
-        ([ReasoningDelta("!"), ContentDelta("B")], 2, raw[3:5]),
-        ([], 1, raw[5:]),  # a part of a character
-        ([ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{}")], 4, raw[:2]),
+        ([], raw[:1]),  # the opening tag
+        ([ReasoningDelta("A")], raw[1:2]),
+        ([], raw[2:3]),  # the closing tag
+        ([ReasoningDelta("!"), ContentDelta("B")], raw[3:5]),
+        ([], raw[5:]),  # a part of a character
+        ([ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{}")], raw[:2]),
     ]
-    for deltas, num_tokens, logprobs in steps:
-        events += output.add(ChoiceDelta(0, deltas, (5,) * num_tokens), logprobs)
+    for deltas, logprobs in steps:
+        events += output.add(ChoiceDelta(0, deltas), logprobs)
     events += output.finish(complete=True)
-    assert output.num_reasoning_tokens == 3
     reasoning, message, call = output.items()
     assert reasoning["content"][0]["text"] == "A!" and message["content"][0]["text"] == "B"
     assert message["content"][0]["logprobs"] == raw[3:]
