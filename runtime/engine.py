@@ -17,7 +17,7 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.constrained.grammar_compiler import GrammarCompiler
 from atomc.runtime.constrained.request_state import RequestState
 from atomc.runtime.constrained.structured_outputs import StructuredMatchers, accept_tokens
-from atomc.runtime.constrained.token_masks import TokenMasks
+from atomc.runtime.constrained.token_masks import TokenMasks, num_output
 from atomc.runtime.create_scheduler import create_scheduler
 from atomc.runtime.execution.executor import Executor, Launched, Result
 from atomc.runtime.execution.loading.load import LoadedModel
@@ -239,10 +239,12 @@ class Engine:
     def refuse(self, request: Request) -> None:
         """Raise ValueError for a request that cannot run: prompt too long, id in use, token ids
         outside the vocabulary, images that do not fit the prompt or the model, no token allowed by
-        min_tokens, allowed_token_ids and bad_words. EngineAsleep while the engine sleeps."""
+        min_tokens, allowed_token_ids and bad_words, a budget of reasoning without tokens of its
+        tags. EngineAsleep while the engine sleeps."""
         self._refuse_asleep()
         refuse_tokens(request, self.vocab_size)
         self.token_masks.allowed_tokens(request.params)
+        self.token_masks.reasoning_budget(request)
         refuse_images(request, self.executor.limits.images, self.program.report.model)
         refuse_adapter(request, self.adapters)
         self.scheduler.refuse(request)
@@ -275,6 +277,8 @@ class Engine:
             )
         if (allowed := self.token_masks.allowed_tokens(request.params)) is not None:
             self._state(request.id).allowed = allowed
+        if (budget := self.token_masks.reasoning_budget(request)) is not None:
+            self._state(request.id).budget = budget
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -398,8 +402,12 @@ class Engine:
             for request, chunk in self.scheduler.step_requests(-1)
             if chunk is None or chunk.num_samples
         ]
-        states = [self._states[request.id] for request, _ in sampled if request.id in self._states]
-        if any([state.mask_depends_on_output for state in states]):
+        depends = [
+            self._states[request.id].mask_depends_on_output(num_output(request, draft))
+            for request, draft in sampled
+            if request.id in self._states
+        ]
+        if any(depends):
             self._outputs += self._collect()
         return self.token_masks.mask(sampled, self._states)
 

@@ -1,4 +1,6 @@
-"""The mask of the tokens that a step may sample: of grammars, allowed_token_ids and bad_words."""
+"""The mask of the tokens that a step may sample: of grammars, allowed_token_ids, bad_words, and
+budgets of reasoning.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from atomc.runtime.constrained.allowed_tokens import AllowedTokens, BadWord
 from atomc.runtime.constrained.grammar_compiler import full_mask
+from atomc.runtime.constrained.reasoning_budget import ReasoningBudget, reasoning_budget
 from atomc.runtime.constrained.request_state import RequestState
 from atomc.runtime.constrained.structured_outputs import MaskedRows, StructuredMatchers
 from atomc.runtime.requests.request import Request
@@ -47,6 +50,10 @@ class TokenMasks:
             return None
         return self._kept(params.allowed_token_ids, params.bad_words)
 
+    def reasoning_budget(self, request: Request) -> ReasoningBudget | None:
+        """That of the request; None: it has none. Raises ValueError for a model without tags."""
+        return reasoning_budget(request, self.tokenizer)
+
     def _create(
         self, allowed_token_ids: tuple[int, ...] | None, bad_words: tuple[BadWord, ...]
     ) -> AllowedTokens:
@@ -71,6 +78,7 @@ class TokenMasks:
         """
         grammars: dict[str, MaskedRows] = {}
         limited: list[tuple[Request, AllowedTokens, int, Sequence[int]]] = []
+        budgets: list[tuple[Request, ReasoningBudget, int, Sequence[int]]] = []
         num_rows = 0
         for request, draft in sampled:
             state = states.get(request.id)
@@ -78,9 +86,15 @@ class TokenMasks:
                 grammars[request.id] = state.matcher, num_rows, draft
             if state is not None and state.allowed is not None:
                 limited.append((request, state.allowed, num_rows, draft))
+            if (
+                state is not None
+                and state.budget is not None
+                and state.budget.may_apply(num_output(request, draft))
+            ):
+                budgets.append((request, state.budget, num_rows, draft))
             num_rows += 1 + len(draft)
         mask = self.structured_outputs.mask(num_rows, grammars) if grammars else None
-        if limited and mask is None:
+        if (limited or budgets) and mask is None:
             assert self.vocab_size is not None, "allowed_tokens refuses these requests"
             mask = full_mask(num_rows, self.vocab_size)
         for request, allowed, row, draft in limited:
@@ -89,7 +103,18 @@ class TokenMasks:
             self.request_errors.run(
                 request.id, "excluding its tokens", _exclude, allowed, bits, request, draft
             )
+        for request, budget, row, draft in budgets:
+            assert mask is not None
+            bits = mask.numpy().view(np.uint32)[row : row + 1 + len(draft)]
+            self.request_errors.run(
+                request.id, "limiting its reasoning", budget.restrict, bits, request, draft
+            )
         return mask
+
+
+def num_output(request: Request, draft: Sequence[int]) -> int:
+    """How many new tokens a request has at most before one that the step in preparation samples."""
+    return request.length - request.num_prompt + len(draft)
 
 
 def _exclude(

@@ -98,6 +98,11 @@ class SamplingParams:
                          sampled token's
     prompt_logprobs      the same for prompt tokens
     structured           a constraint on the output
+    thinking_token_budget   maximum number of tokens of the reasoning between <think> and </think>,
+                         with its tags: then, or at the end of a sentence up to 16 tokens before,
+                         the closing tag follows. Both tags must be tokens
+    thinking_is_open     whether the output begins within the reasoning; None: if the last tag of
+                         the prompt is an opening one
     skip_special_tokens  leave special tokens out of the text
     truncate_prompt_tokens   keep only this many tokens of the prompt, its last ones; -1: as many as
                          leave room for max_tokens
@@ -129,6 +134,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    thinking_is_open: bool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -146,7 +153,14 @@ class SamplingParams:
 
     def _check_counts(self) -> None:
         expect = self._expect
-        for name, least in (("n", 1), ("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
+        least_values = {
+            "n": 1,
+            "max_tokens": 1,
+            "logprobs": 0,
+            "prompt_logprobs": 0,
+            "thinking_token_budget": 0,
+        }
+        for name, least in least_values.items():
             value = getattr(self, name)
             expect(name, value is None or value >= least, f"at least {least}")
         longest = math.inf if self.max_tokens is None else self.max_tokens
@@ -218,6 +232,9 @@ class SamplingParams:
             reason = "with structured output, which determines its own end"
             self._expect("min_tokens", self.min_tokens == 0, f"0 {reason}")
             self._expect("ignore_eos", not self.ignore_eos, f"False {reason}")
+            budget = self.thinking_token_budget
+            reason = "with structured output, which constrains the reasoning too"
+            self._expect("thinking_token_budget", budget is None, f"None {reason}")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ValueError if a token id, or a number of log-probabilities, exceeds the
@@ -250,6 +267,7 @@ class SamplingParams:
             "structured output": self.structured is not None,
             "allowed_token_ids": self.allowed_token_ids is not None,
             "bad_words": bool(self.bad_words),
+            "thinking_token_budget": self.thinking_token_budget is not None,
         }
         return tuple(name for name, is_given in is_set.items() if is_given)
 

@@ -21,6 +21,8 @@ EFFORTS = {"xhigh": "high", "max": "high"}
 def generation_request(body: anthropic.MessagesRequest) -> protocol.ChatRequest:
     names = ("max_tokens", *protocol.SamplingFields.model_fields)
     update = {"stop": body.stop_sequences, **{name: getattr(body, name) for name in names}}
+    if body.thinking is not None and body.thinking.type != "disabled":
+        update["thinking_token_budget"] = body.thinking.budget_tokens
     return prompt_request(body).model_copy(update=update)
 
 

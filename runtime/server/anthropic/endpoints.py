@@ -39,7 +39,10 @@ SIGNATURE = "unsigned"
 
 async def create_message(service: Service, body: MessagesRequest, request: Request) -> Response:
     """Answer a chat, in Anthropic's format."""
-    chat = await start_chat(service, generation_request(body), request, fit_max_tokens=True)
+    chat_body = generation_request(body)
+    if not service.model.limits_reasoning:  # clients send a budget to any model
+        chat_body.thinking_token_budget = None
+    chat = await start_chat(service, chat_body, request, fit_max_tokens=True)
     return await MessageAnswer(body, chat).respond()
 
 

@@ -178,7 +178,7 @@ class Thinking(RequestModel):
     """display: "omitted" leaves the text of the thinking blocks empty."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Ignored = None
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from atomc.runtime.constrained.reasoning_budget import CLOSE
 from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.server.chat.chat_prompt import ChatPrompt, chat_prompt
@@ -20,7 +21,11 @@ from atomc.runtime.server.parsers.message_deltas import (
     ToolCallStart,
 )
 from atomc.runtime.server.parsers.output_parser import OutputParser, uses_special_tokens
-from atomc.runtime.server.parsers.reasoning_parsers import CLOSE, PromptEnd, reasoning_parser
+from atomc.runtime.server.parsers.reasoning_parsers import (
+    PromptEnd,
+    ThinkParser,
+    reasoning_parser,
+)
 from atomc.runtime.server.parsers.tool_parsers.harmony import HARMONY, HarmonyParser
 from atomc.runtime.server.service.generation import Generation
 from atomc.runtime.server.service.image_budget import image_reservation
@@ -167,6 +172,7 @@ async def start_chat(
     keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(
         model.tokenizer, *parsers[0].parsers
     )
+    thoughts = parsers[0].parsers[0]
     params = await sampling_params(
         body,
         model,
@@ -176,6 +182,9 @@ async def start_chat(
         prompt_logprobs=body.prompt_logprobs,
         structured=structured,
         skip_special_tokens=not keep_special_tokens,
+        # A grammar that forces content leaves no reasoning to limit.
+        thinking_token_budget=None if end is None else body.thinking_token_budget,
+        thinking_is_open=isinstance(thoughts, ThinkParser) and thoughts.opened,
     )
     generation = Generation(service, request, body, [prompt], params, chat.images)
     await generation.start()

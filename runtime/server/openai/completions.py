@@ -89,6 +89,7 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         else body.prompt_logprobs,
         structured=structured_output(body, body.response_format, service.config),
         skip_special_tokens=body.skip_special_tokens,
+        thinking_token_budget=body.thinking_token_budget,
     )
     generation = Generation(service, request, body, prompts, params)
     await generation.start()

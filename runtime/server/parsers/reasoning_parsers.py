@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from atomc.runtime.constrained.reasoning_budget import CLOSE, OPEN
 from atomc.runtime.server.parsers.message_deltas import (
     ContentDelta,
     MessageDelta,
@@ -13,8 +14,6 @@ from atomc.runtime.server.parsers.message_deltas import (
 )
 from atomc.runtime.server.parsers.text_buffer import TextBuffer
 from atomc.runtime.server.parsers.tool_parsers.harmony import CHANNEL, HARMONY, START, HarmonyParser
-
-OPEN, CLOSE = "<think>", "</think>"
 
 
 class ThinkParser:
@@ -31,7 +30,7 @@ class ThinkParser:
     markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
     def __init__(self, opened: bool = False, may_be_open: bool = False) -> None:
-        self._opened, self._may_be_open = opened, may_be_open
+        self.opened, self._may_be_open = opened, may_be_open
         self._text = TextBuffer()
         self._deltas: list[MessageDelta] = []
         self._has_content = self._has_reasoning = False
@@ -48,9 +47,7 @@ class ThinkParser:
 
     def finish(self) -> list[MessageDelta]:
         rest = self._take_held() + self._text.take_all()
-        if self._state == self._read_reasoning or (
-            self._state == self._read_start and self._opened
-        ):
+        if self._state == self._read_reasoning or (self._state == self._read_start and self.opened):
             self._add_reasoning(rest)
         elif rest:
             self._deltas.append(ContentDelta(rest))
@@ -62,13 +59,13 @@ class ThinkParser:
             return False
         if self._text.startswith(OPEN):
             self._text.take(len(OPEN))
-            self._opened = True
+            self.opened = True
             self._held.clear()
-        if self._may_be_open and not self._opened:
+        if self._may_be_open and not self.opened:
             self._state = self._read_undecided
             return True
         space = self._take_held()
-        if self._opened:
+        if self.opened:
             self._state = self._read_reasoning
             self._add_reasoning(space)
         else:
@@ -195,4 +192,4 @@ def detect_reasoning_parser(chat_template: str, model_type: str | None = None) -
     """The name of the parser for the reasoning of this chat template; None if it is unknown."""
     if model_type == "gpt_oss" or (START in chat_template and CHANNEL in chat_template):
         return HARMONY
-    return "think" if CLOSE in chat_template else None
+    return "think" if OPEN in chat_template or CLOSE in chat_template else None

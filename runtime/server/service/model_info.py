@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from atomc.files.json_types import JSONLike
+from atomc.runtime.constrained.reasoning_budget import tag_tokens
 from atomc.runtime.images.image_decoder import ImageDecoder, start_image_decoder
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.http.limits import TOOLS, check_length
@@ -178,6 +179,11 @@ class ModelInfo:
 
         work = partial(decode, tokenizer, tokens, skip_special_tokens=skip_special_tokens)
         return work() if len(tokens) < LONG_TEXT else await asyncio.to_thread(work)
+
+    @property
+    def limits_reasoning(self) -> bool:
+        """Whether requests can have a thinking_token_budget."""
+        return tag_tokens(self.tokenizer) is not None
 
     def is_special(self, token_id: int) -> bool:
         """Whether skip_special_tokens leaves the token out of the text."""

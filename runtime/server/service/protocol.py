@@ -267,6 +267,7 @@ class GenerationRequest(SamplingRequest):
     n: Annotated[int, Field(ge=1, le=128)] = 1
     prompt_logprobs: Int64 | None = None
     truncate_prompt_tokens: Int64 | None = None
+    thinking_token_budget: Int64 | None = None
     stream_options: StreamOptions | None = None
 
     @property

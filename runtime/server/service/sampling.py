@@ -49,6 +49,8 @@ async def sampling_params(
     prompt_logprobs: int | None,
     structured: Structured | None,
     skip_special_tokens: bool,
+    thinking_token_budget: int | None,
+    thinking_is_open: bool | None = None,
 ) -> SamplingParams:
     """The request's values, else the model's defaults, else OpenAI's. Raises a 400 for values out
     of range.
@@ -91,6 +93,8 @@ async def sampling_params(
             skip_special_tokens=skip_special_tokens,
             allowed_token_ids=allowed,
             bad_words=bad_words,
+            thinking_token_budget=thinking_token_budget,
+            thinking_is_open=thinking_is_open,
             **values,
         )
 

@@ -276,6 +276,7 @@ def test_an_unknown_parser_is_rejected():
     "template, model_type, name",
     [
         ("{{ content.split('</think>')[-1] }}", "qwen3", "think"),
+        ("<|im_start|>assistant\n<think>\n", None, "think"),
         ("<|start|>assistant<|channel|>analysis", None, "gpt-oss"),
         ("", "gpt_oss", "gpt-oss"),
         ("<|im_start|>", "qwen2", None),
