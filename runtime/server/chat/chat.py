@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from atomc.runtime.constrained.reasoning_budget import CLOSE
+from atomc.runtime.constrained.reasoning_budget import CLOSE, tag_tokens
 from atomc.runtime.requests.request import TokenLogprobs
 from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.server.chat.chat_prompt import ChatPrompt, chat_prompt
@@ -68,16 +68,26 @@ class ChoiceDelta:
 
 @dataclass
 class _ReasoningTokens:
-    """Counts the tokens of the reasoning of a choice. A token is of the kind of the last delta, the
-    first ones of the first: both tags are of the reasoning.
+    """Counts the tokens of the reasoning of a choice: up to its closing tag, if that is a token.
+    Otherwise a token is of the kind of the last delta, the first ones of the first; this depends on
+    how the engine's outputs are grouped.
     """
 
+    closing: int | None
     count: int = 0
     _last: MessageDelta | None = None
     _num_before: int = 0  # tokens before the first delta
+    _ended: bool = False
 
-    def add(self, deltas: Sequence[MessageDelta], num_tokens: int) -> None:
-        self._num_before += num_tokens
+    def add(self, deltas: Sequence[MessageDelta], tokens: Sequence[int]) -> None:
+        if self._ended:
+            return
+        has_reasoning = any(isinstance(delta, ReasoningDelta) for delta in (*deltas, self._last))
+        if has_reasoning and self.closing in tokens:
+            self.count += self._num_before + tokens.index(self.closing) + 1
+            self._ended = True
+            return
+        self._num_before += len(tokens)
         self._last = deltas[-1] if deltas else self._last
         if self._last is None:
             return
@@ -96,7 +106,9 @@ class Chat:
 
     def __post_init__(self) -> None:
         self._calls_tools = [False] * len(self._parsers)
-        self._reasoning = [_ReasoningTokens() for _ in self._parsers]
+        tags = tag_tokens(self.generation.service.model.tokenizer)
+        closing = None if tags is None else tags[1]
+        self._reasoning = [_ReasoningTokens(closing) for _ in self._parsers]
 
     async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
         """The deltas until all choices have finished. Raises as Generation does."""
@@ -113,7 +125,7 @@ class Chat:
         deltas = self._parsers[index].feed(delta.text)
         if delta.finish_reason is not None:
             deltas += self._parsers[index].finish()
-        self._reasoning[index].add(deltas, len(delta.token_ids))
+        self._reasoning[index].add(deltas, delta.token_ids)
         if self._mode.single_call:
             deltas = [item for item in deltas if not _is_further_call(item)]
         self._calls_tools[index] |= any(isinstance(item, ToolCallStart) for item in deltas)

@@ -41,7 +41,7 @@ def test_a_budget_limits_the_reasoning_of_a_chat(http, seed):
     whole = answer(http, CHAT, **asked)
     count = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
     message = whole["choices"][0]["message"]
-    assert 24 <= count <= 41 and message["reasoning_content"] and message["content"]
+    assert 24 <= count <= 40 and message["reasoning_content"] and message["content"]
     with http.stream(
         "POST", CHAT, json={**asked, "stream": True, "stream_options": {"include_usage": True}}
     ) as response:
@@ -59,7 +59,7 @@ def test_a_budget_of_anthropics_messages_and_of_completions(http):
     thinking = {"type": "enabled", "budget_tokens": 20}
     whole = answer(http, MESSAGES, model="tagged", messages=HELLO, thinking=thinking, **RANDOM)
     assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
-    assert 0 < whole["usage"]["output_tokens_details"]["thinking_tokens"] <= 21
+    assert 0 < whole["usage"]["output_tokens_details"]["thinking_tokens"] <= 20
     off = {"type": "disabled", "budget_tokens": 1}
     asked = {"messages": HELLO, "thinking": off, **RANDOM, "bad_words": ["</think>"]}
     assert answer(http, MESSAGES, model="tagged", **asked)["content"][0]["type"] == "thinking"

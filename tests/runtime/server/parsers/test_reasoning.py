@@ -223,7 +223,7 @@ def test_the_client_switches_the_reasoning_of_a_template_that_can(source, fields
 
 
 def test_tokens_are_of_the_kind_of_the_last_delta_after_them():
-    counter = chat._ReasoningTokens()
+    counter = chat._ReasoningTokens(None)
     counts = []
     for deltas, num_tokens in [
         ([], 1),  # the opening tag
@@ -233,9 +233,23 @@ def test_tokens_are_of_the_kind_of_the_last_delta_after_them():
         ([], 1),  # a part of a character
         ([ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{}")], 4),
     ]:
-        counter.add(deltas, num_tokens)
+        counter.add(deltas, (5,) * num_tokens)
         counts.append(counter.count)
     assert counts == [0, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (3,), (4,), (1, 3), (2, 3, 4, 5)])
+def test_tokens_up_to_the_closing_one_are_counted_however_they_are_grouped(cuts):
+    texts = ["<think>", "a", "b", "</think>", "c", "</think>", "d"]
+    tokens = [1, 8, 8, 2, 8, 2, 8]
+    counter, parser = chat._ReasoningTokens(2), reasoning_parser("think", PromptEnd())
+    for start, end in zip((0, *cuts), (*cuts, len(texts)), strict=True):
+        counter.add(parser.feed("".join(texts[start:end])), tokens[start:end])
+    assert counter.count == 4
+    empty, parser = chat._ReasoningTokens(2), reasoning_parser("think", PromptEnd())
+    for text, token in [("<think>", 1), ("\n\n", 8), ("</think>", 2), ("a</think>", 2)]:
+        empty.add(parser.feed(text), [token])
+    assert empty.count == 0
 
 
 def test_deepseek_r1_may_leave_out_the_opening_tag():
