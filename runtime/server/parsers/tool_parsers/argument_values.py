@@ -52,7 +52,7 @@ class ParameterTypes:
             kind = node.get("type")
             values = [*as_list(node.get("enum")), *([node["const"]] if "const" in node else [])]
             if kind is not None:
-                yield from (each for each in [kind, *as_list(kind)] if isinstance(each, str))
+                yield from (name for name in [kind, *as_list(kind)] if isinstance(name, str))
             else:
                 yield from map(_type_of, values)
             for name in ("allOf", *ALTERNATIVES):

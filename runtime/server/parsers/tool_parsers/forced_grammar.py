@@ -69,8 +69,8 @@ class _Rules:
     def text(self, text: str) -> str:
         """A text of the format. Empty if it is."""
         for token, number in self._special_tokens.items():
-            before, found, after = text.partition(token)
-            if found:
+            before, marker, after = text.partition(token)
+            if marker:
                 return f"{self.text(before)} <[{number}]> {self.text(after)}"
         return json.dumps(text, ensure_ascii=False) if text else ""
 

@@ -14,18 +14,25 @@ _CALLS, _CALLS_END = _deepseek("tool_calls_begin"), _deepseek("tool_calls_end")
 _CALL, _CALL_END = _deepseek("tool_call_begin"), _deepseek("tool_call_end")
 _SEPARATOR, _DSML = _deepseek("tool_sep"), "\uff5cDSML\uff5c"
 
-# In the order in which they are looked for in a chat template.
-FORMATS: Mapping[str, ToolFormat] = {
-    "deepseek-v3.2": ToolFormat(
-        "encoding/encoding_dsv32.py of deepseek-ai/DeepSeek-V3.2",
-        ((_DSML,),),
+
+def _dsml(source: str, calls: str) -> ToolFormat:
+    """DeepSeek's markup, with this word around all calls."""
+    return ToolFormat(
+        source,
+        ((f"{_DSML}{calls}",),),
         f'<{_DSML}invoke name="{{name}}">\n{{parameters}}</{_DSML}invoke>',
         parameter=f'<{_DSML}parameter name="{{key}}" string="{{is_string}}">{{value}}'
         f"</{_DSML}parameter>\n",
-        begin=f"<{_DSML}function_calls>\n",
+        begin=f"<{_DSML}{calls}>\n",
         between="\n",
-        end=f"\n</{_DSML}function_calls>",
-    ),
+        end=f"\n</{_DSML}{calls}>",
+    )
+
+
+# In the order in which they are looked for in a chat template.
+FORMATS: Mapping[str, ToolFormat] = {
+    "deepseek-v4": _dsml("encoding_dsv4.py of deepseek-ai/DeepSeek-V4", "tool_calls"),
+    "deepseek-v3.2": _dsml("encoding_dsv32.py of deepseek-ai/DeepSeek-V3.2", "function_calls"),
     "deepseek-v3": ToolFormat(
         "chat templates of deepseek-ai/DeepSeek-V3-0324 and DeepSeek-R1-0528",
         ((_CALL, "```json"),),
@@ -208,6 +215,7 @@ ALIASES: Mapping[str, str] = {
     "deepseek_v3": "deepseek-v3",
     "deepseek_v31": "deepseek-v3.1",
     "deepseek_v32": "deepseek-v3.2",
+    "deepseek_v4": "deepseek-v4",
     "seed_oss": "seed-oss",
     "llama3_json": "llama3",
     "llama4_json": "llama3",

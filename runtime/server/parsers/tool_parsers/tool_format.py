@@ -101,7 +101,7 @@ class ToolFormat:
         return re.sub(f"{pattern}$", "", text.removeprefix(before)) if after else text
 
     def is_seen_in(self, chat_template: str) -> bool:
-        return any(all(word in chat_template for word in known) for known in self.seen_in)
+        return any(all(word in chat_template for word in texts) for texts in self.seen_in)
 
     def written(self, calls: Sequence[Call]) -> str:
         """The calls, as the chat templates of these models write them."""

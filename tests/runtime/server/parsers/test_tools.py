@@ -502,7 +502,7 @@ def test_ids_are_new_each_time():
 
 def test_an_unknown_parser_is_rejected():
     with pytest.raises(
-        ValueError, match=r"unknown tool parser 'yaml', expected one of deepseek-v3\.2, "
+        ValueError, match=r"unknown tool parser 'yaml', expected one of deepseek-v4, "
     ):
         tool_parser("yaml")
 
