@@ -245,7 +245,7 @@ runtime/engine.py | runtime/test_turns.py | Engine._collect Engine._serve_with
 runtime/execution/block_groups.py | parallel/test_stages.py | BlockGroups.own_part
 runtime/execution/capacity.py | runtime/test_engine.py -k 'whose_pages' | check_free
 runtime/execution/draft.py | runtime/test_mtp.py -k 'over_the_whole_sequence and chunks' | DraftRunner.propose
-runtime/execution/draft_history.py | runtime/test_mtp.py -k 'one_token_further and 2-3' | DraftHistory.moved_back DraftHistory._keep DraftHistory._at
+runtime/execution/draft_history.py | runtime/test_mtp.py -k 'one_token_further and 2-3' -m '' | DraftHistory.moved_back DraftHistory._keep DraftHistory._at
 runtime/execution/expert_load.py | runtime/ranks/test_ranks_models.py -k 'counts and bits' -m ''
 runtime/execution/graphs.py | replay/test_cudagraphs.py -k 'no_graph_is_left' | StepGraphs.__init__
 runtime/execution/graphs.py | runtime/execution/test_image_graphs.py -k 'captured_first' | StepGraphs.capture
@@ -313,7 +313,7 @@ runtime/server/http/responses.py | runtime/server/http/test_event_stream.py | Ev
 runtime/server/http/web_pages.py | runtime/server/http/test_web_pages.py
 runtime/server/openai/run_batch.py | runtime/server/protocols/test_batch.py -k 'internal_error or waits_while' | BatchRun._answer BatchRun._respond
 runtime/server/operations.py | runtime/server/test_compiler_page.py | compiler_page
-runtime/server/parsers/text_buffer.py | runtime/server/parsers/test_parser_work.py | TextBuffer.feed
+runtime/server/parsers/text_buffer.py | runtime/server/parsers/test_tools.py -k 'character_by_character' | TextBuffer.feed
 runtime/server/parsers/tool_parsers/format_parser.py | runtime/server/parsers/test_tools.py -k 'understood' | FormatParser._after FormatParser._read_call FormatParser._read_rest_of_text
 runtime/server/responses/events.py | runtime/server/protocols/test_responses.py -k 'an_empty_message or count_for_the_item' | OutputItems.add OutputItems.finish
 runtime/server/responses/items.py | runtime/server/protocols/test_responses.py -k 'items_of_one_turn' | chat_messages
