@@ -5,14 +5,14 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 from atomc.files.json_types import JSON, JSONObject
 from atomc.runtime.constrained.closed_schema import ALTERNATIVES, References, as_list, walk
 from atomc.runtime.server.parsers.text_buffer import TextBuffer
-from atomc.runtime.server.parsers.tool_parsers.json_call import SPACE
+from atomc.runtime.server.parsers.tool_parsers.json_call import SPACE, is_unicode
 
 SPACES = f"[{SPACE}]*"
 # In the order in which a text is tried as a value of them.
@@ -22,7 +22,11 @@ NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 
 def json_text(value: JSON) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """The value as JSON, with escapes where it has lone surrogates, which no answer can carry.
+    Raises ValueError for infinite numbers and NaN.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if is_unicode(text) else json.dumps(value, allow_nan=False)
 
 
 def string_part(text: str) -> str:
@@ -103,19 +107,15 @@ def _read(text: str, kind: str, python: bool) -> JSON:
     elif kind in ("integer", "number"):
         if NUMBER.fullmatch(text):
             number = float(text) if set(text) & set(".eE") else int(text)
+            if not math.isfinite(number):
+                raise ValueError
             if kind == "number" or number == int(number):
-                return _finite(number if kind == "number" else int(number))
+                return number if kind == "number" else int(number)
     else:
         return _container(text, dict if kind == "object" else list, python)
     if text not in values:
         raise ValueError
     return values[text]
-
-
-def _finite(number: float) -> float:
-    if not math.isfinite(number):
-        raise ValueError
-    return number
 
 
 def _container(text: str, kind: type, python: bool) -> JSON:
@@ -189,7 +189,8 @@ class UnquotedReader:
         self.done = self.invalid = False
         self._quote = quote
         self._open: list[str] = []  # the brackets that close what is open
-        self._state = self._read_value
+        self._scalar: list[str] = []
+        self._state: Callable[[TextBuffer, list[str]], bool] = self._read_value
 
     def read(self, text: TextBuffer) -> str:
         """The JSON text of what the buffer has; takes it."""
@@ -214,7 +215,7 @@ class UnquotedReader:
         elif not self._open:
             self.invalid = True
         else:
-            self._scalar = list[str]()
+            self._scalar = []
             self._state = self._read_scalar
         return True
 
@@ -227,8 +228,8 @@ class UnquotedReader:
             self._state = self._next()
         return bool(text)
 
-    def _next(self) -> Any:
-        self._scalar = list[str]()
+    def _next(self) -> Callable[[TextBuffer, list[str]], bool]:
+        self._scalar = []
         return self._read_key if self._open[-1] == "}" else self._read_value
 
     def _read_key(self, text: TextBuffer, written: list[str]) -> bool:

@@ -24,7 +24,10 @@ from atomc.runtime.server.parsers.tool_parsers.json_call import SPACE, JsonCallP
 from atomc.runtime.server.parsers.tool_parsers.state_machine import ArgumentsStateMachine
 from atomc.runtime.server.parsers.tool_parsers.tool_format import (
     CALL,
+    KEY,
     KEYWORDS,
+    LONGEST,
+    NAME,
     OBJECT,
     PARAMETERS,
     UNQUOTED,
@@ -35,9 +38,6 @@ from atomc.runtime.server.parsers.tool_parsers.tool_format import (
     words,
 )
 
-# What a slot consists of.
-LONGEST = 256
-NAME, TEXT = r"[\w.:/-]", r"[^<>\"\n\[]"
 # Between calls that begin with no word of the format, and what these begin with.
 BETWEEN = f"[{SPACE},;]*"
 NEXT = {CALL: ("{",), KEYWORDS: (*ascii_letters, "_")}
@@ -63,6 +63,8 @@ class FormatParser(ArgumentsStateMachine):
         # Words that begin calls, anywhere in a text.
         starts = [form.tag] if form.starts else [*self._begin[:1], *form.head[:1]]
         self._starts = [word for word in starts if isinstance(word, str) and word]
+        self._call_ends = _apart([*form.tail[-1:], *self._end[-1:], *self._starts])
+        self._ends = _apart([*self._end[-1:], *self._starts])
         super().__init__()
         if form.starts:
             self._state = self._read_start
@@ -144,7 +146,7 @@ class FormatParser(ArgumentsStateMachine):
 
     def _read_slot(self, name: str) -> bool:
         room = LONGEST - sum(map(len, self._slots[name]))
-        part = self._text.take_characters(f"{TEXT if name == 'key' else NAME}{{0,{room}}}")
+        part = self._text.take_characters(f"{KEY if name == 'key' else NAME}{{0,{room}}}")
         self._slots[name].append(part)
         self._raw.append(part)
         if self._text:
@@ -206,11 +208,10 @@ class FormatParser(ArgumentsStateMachine):
 
     def _end_call(self) -> bool:
         """After the arguments: the rest of the call, without what does not belong to it."""
-        tail = self._form.tail[-1:]
-        if not tail:
+        if not self._form.tail:
             self._state = self._after_call
             return True
-        _, marker = self._text.take_until(*_apart([*tail, *self._end[-1:], *self._starts]))
+        _, marker = self._text.take_until(*self._call_ends)
         if marker:
             self._after(marker)
         return bool(marker)
@@ -226,7 +227,7 @@ class FormatParser(ArgumentsStateMachine):
     def _after_call(self) -> bool:
         """Up to the end of the calls, or to the next one."""
         self._is_called, self._raw = False, []
-        is_marked = isinstance(self._form.head[0], str) if self._form.head else False
+        is_marked = isinstance(next(iter(self._form.head), None), str)
         if not self._end and is_marked:
             self._state = self._read_content  # which sees the next call
             return True
@@ -239,7 +240,7 @@ class FormatParser(ArgumentsStateMachine):
         if not self._end:
             self._state = self._read_content
             return True
-        _, marker = self._text.take_until(*_apart([self._end[-1], *self._starts]))
+        _, marker = self._text.take_until(*self._ends)
         if marker:
             self._after(marker)
         return bool(marker)
@@ -378,5 +379,5 @@ class FormatParser(ArgumentsStateMachine):
 
 def _apart(markers: Sequence[str]) -> list[str]:
     """The markers without those that contain another one."""
-    alone = list(dict.fromkeys(markers))
-    return [word for word in alone if not any(other in word for other in alone if other != word)]
+    texts = list(dict.fromkeys(markers))
+    return [text for text in texts if not any(other in text for other in texts if other != text)]

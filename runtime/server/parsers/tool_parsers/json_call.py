@@ -135,7 +135,7 @@ class JsonCallParser:
 
     def _assign(self, key: Any, value: Any) -> None:
         if key == self._name_key and not self.started:
-            self.name = value if isinstance(value, str) else ""
+            self.name = value if isinstance(value, str) and is_unicode(value) else ""
             _expect(bool(self.name))
         elif key in ARGUMENT_KEYS and not self._arguments_started and value is not None:
             # Some models write the arguments as a string that contains JSON.
@@ -174,6 +174,15 @@ def _read_scalar(char: str) -> Reader[tuple[list[str], str]]:
     while (char := (yield)) not in SPACE and char not in ",}":
         text.append(char)
     return text, char
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no lone surrogates, which escapes in JSON and Python can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _decoded(text: Sequence[str]) -> Any:

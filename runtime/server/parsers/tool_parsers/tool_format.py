@@ -20,6 +20,8 @@ PARAMETERS = "parameters"  # parameters, one after another
 KEYWORDS = "keywords"  # keyword arguments in Python
 UNQUOTED = "unquoted"  # a JSON object with bare keys, and quotes of its own around strings
 ARGUMENTS = (CALL, OBJECT, PARAMETERS, KEYWORDS, UNQUOTED)
+# What stands in a slot: at most LONGEST of these characters.
+NAME, KEY, LONGEST = r"[\w.:/-]", r"[^<>\"\n]", 256
 PIECE = re.compile(r"\{(\w+)\}|<[^<>{}\s]*>?|\[[A-Z_]+\]|[^<\s{}\[]+|[\[{}]")
 
 
@@ -99,6 +101,12 @@ class ToolFormat:
         before, _, after = self.named.partition("{name}")
         pattern = re.escape(after).replace(re.escape("{index}"), r"\d+")
         return re.sub(f"{pattern}$", "", text.removeprefix(before)) if after else text
+
+    def is_readable(self, name: str) -> bool:
+        """Whether a parser reads this name of a function as it was written."""
+        stands = self.named.format(name=name, index=0)
+        is_slot = re.fullmatch(f"{NAME}{{1,{LONGEST}}}", stands) is not None
+        return self.arguments == CALL or (is_slot and self.name_in(stands) == name)
 
     def is_seen_in(self, chat_template: str) -> bool:
         return any(all(word in chat_template for word in texts) for texts in self.seen_in)

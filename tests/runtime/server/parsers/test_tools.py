@@ -244,6 +244,23 @@ CASES = {
     "qwen3-coder-mentions-the-tags": (
         "qwen3-coder", "Write <tool_call> and <function=...> around it.", called(before="Write <tool_call> and <function=...> around it."),
     ),
+    "qwen3-coder-numbers-without-end": (
+        "qwen3-coder", "<function=f><parameter=days>1e999</parameter><parameter=share>1e999</parameter></function></tool_call>",
+        called(("f", '{"days": "1e999", "share": "1e999"}')),
+    ),
+    "qwen3-coder-a-lone-surrogate": (
+        "qwen3-coder", "<function=f><parameter=near>['\\ud800']</parameter></function></tool_call>",
+        called(("f", '{"near": ["\\ud800"]}')),
+    ),
+    "pythonic-a-lone-surrogate": ("pythonic", "[f(city='\\ud800')]", called(("f", '{"city": "\\ud800"}'))),
+    "hermes-a-name-with-a-lone-surrogate": (
+        "hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        called(before='<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+    ),
+    "glm-a-key-with-brackets": (
+        "glm-4.5", "<tool_call>f\n<arg_key>days[0]</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        called(("f", '{"days[0]": 3}')),
+    ),
     "qwen3-coder-end-of-a-value-in-a-list": (
         "qwen3-coder", '<function=f><parameter=near> ["</parameter>", \'</parameter>"\'] </parameter></function>',
         called(("f", '{"near": ["</parameter>", "</parameter>\\""]}')),
