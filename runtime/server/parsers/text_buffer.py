@@ -20,7 +20,8 @@ class TextBuffer:
         return len(self._text) - self._start
 
     def feed(self, text: str) -> None:
-        self._text, self._start = self._text[self._start :] + text, 0
+        held = self._text[self._start :] if self._start else self._text
+        self._text, self._start = held + text, 0
 
     def startswith(self, *prefixes: str) -> bool:
         return self._text.startswith(prefixes, self._start)
@@ -28,7 +29,8 @@ class TextBuffer:
     def is_prefix_of(self, *texts: str) -> bool:
         """Whether more text could make it one of these, which it is not yet."""
         longer = [text for text in texts if len(text) > len(self)]
-        return any(text.startswith(self._text[self._start :]) for text in longer)
+        held = self._text[self._start :] if longer else ""
+        return any(text.startswith(held) for text in longer)
 
     def take(self, length: int) -> str:
         start, self._start = self._start, min(self._start + length, len(self._text))

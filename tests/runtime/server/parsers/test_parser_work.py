@@ -18,7 +18,7 @@ from atomc.runtime.server.parsers.tool_parsers.formats import FORMATS as TOOL_FO
 LENGTHS = {1: 400, 4000: 4000}
 # Characters read or copied, for each one of the text: above the length of any marker, and well below
 # half of the text, which a quadratic parser needs.
-MOST = 60
+MOST = 40
 JSON = ["{", "}", "[", '"', ",", ":", "\\", "1"]
 REPEATED = [" ", "\n", "\t", "\u3000", "x", "<", ";"]
 HARMONY_CALL = "<|channel|>commentary to=functions.f<|message|>"
