@@ -179,7 +179,9 @@ async def start_chat(
         max_tokens = min(max_tokens, max(model.max_len - len(prompt), 1))
     check_context_length(len(prompt), max_tokens, model)
     structured = _structured(service, body, mode)
-    end = None if _is_content(structured) else _prompt_end(chat.text, body, model)
+    # Text of a call may have the tags of reasoning.
+    has_reasoning = mode.structured is None and not _is_content(structured)
+    end = _prompt_end(chat.text, body, model) if has_reasoning else None
     parsers = [output_parser(model.reasoning, mode, end) for _ in range(body.n)]
     keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(
         model.tokenizer, *parsers[0].parsers

@@ -95,3 +95,14 @@ def test_a_grammar_of_the_content_leaves_no_reasoning_to_limit(http):
     fields = {"thinking_token_budget": 0, "structured_outputs": {"regex": "[a-z]{9}"}}
     message = answer(http, CHAT, messages=HELLO, **fields)["choices"][0]["message"]
     assert len(message["content"]) == 9 and "reasoning_content" not in message
+
+
+def test_a_budget_is_no_obstacle_to_a_forced_call_whose_tool_speaks_of_the_tags(http):
+    mode = {"type": "string", "enum": ["<b>"], "description": "as in <think>x</think>"}
+    parameters = {"type": "object", "properties": {"mode": mode}, "required": ["mode"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    fields = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    asked = {"messages": HELLO, **fields, "thinking_token_budget": 9, "max_tokens": 90}
+    message = answer(http, CHAT, **asked)["choices"][0]["message"]
+    assert not message.get("reasoning_content")
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"mode": "<b>"}

@@ -3,6 +3,7 @@ it, with JSON schemas in rules of their own (Structured.adapts_schemas).
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from atomc.runtime.constrained.closed_schema import DEFINITIONS, as_list
 from atomc.runtime.server.parsers.tool_parsers.argument_values import ParameterTypes
 from atomc.runtime.server.parsers.tool_parsers.tool_format import (
     CALL,
+    KEY,
+    LONGEST,
     OBJECT,
     PARAMETERS,
     ToolFormat,
@@ -42,9 +45,11 @@ def forced_grammar(
     special_tokens   texts of the tokenizer that are special, which no text of a grammar matches
     """
     rules = _Rules(form, special_tokens)
-    if form.arguments not in (CALL, OBJECT, PARAMETERS) or (
-        form.arguments == PARAMETERS and not all(map(rules.is_writable, functions))
-    ):
+    if form.arguments not in (CALL, OBJECT, PARAMETERS):
+        return None
+    if not all(form.is_readable(name) and rules.is_plain(name) for name, _ in functions):
+        return None
+    if form.arguments == PARAMETERS and not all(map(rules.is_writable, functions)):
         return None
     begin, between, end = map(rules.text, (form.begin, form.between, form.end))
     further = ""
@@ -102,6 +107,11 @@ class _Rules:
             **_definitions(function.schema),
         }
 
+    def is_plain(self, text: str) -> bool:
+        """Whether this text has no special token, and nothing that ends a value."""
+        ends = (self._value_end, *self._special_tokens)
+        return not any(end and end in text for end in ends)
+
     def is_writable(self, function: ForcedFunction) -> bool:
         """Whether parameters between tags can be forced to keep the schema."""
         schema, properties = function.schema, function.schema.get("properties") or {}
@@ -113,10 +123,26 @@ class _Rules:
             return False
         types = ParameterTypes(schema)
         return all(
-            '"' not in key
-            and "<" not in key
-            and (not _may_be_text(types.of(key)) or _is_free(part))
+            self._is_key(key) and (not _may_be_text(types.of(key)) or self._is_free(part))
             for key, part in properties.items()
+        )
+
+    def _is_key(self, key: str) -> bool:
+        is_slot = re.fullmatch(f"{KEY}{{1,{LONGEST}}}", key) is not None
+        return is_slot and key == key.strip() and self.is_plain(key)
+
+    def _is_free(self, schema: JSON) -> bool:
+        """Whether a schema that allows strings allows any text, or a list of texts."""
+        if not isinstance(schema, dict):
+            return True
+        values = schema.get("enum")
+        if isinstance(values, list):
+            texts = [value for value in values if isinstance(value, str) and value]
+            only = not set(schema) - {"type", "enum"} - ANNOTATIONS
+            return only and len(texts) == len(values) and all(map(self.is_plain, texts))
+        parts = as_list(schema.get("anyOf"))
+        return not set(schema) - {"type", "anyOf"} - ANNOTATIONS and all(
+            isinstance(part, dict) and not set(part) - {"type"} - ANNOTATIONS for part in parts
         )
 
     def _of_parameters(self, rule: str, schema: JSONObject) -> Iterator[str]:
@@ -148,19 +174,6 @@ class _Rules:
 def _may_be_text(types: frozenset[str]) -> bool:
     """Whether a text between tags is a value of these types, whatever it is read as."""
     return not types or "string" in types
-
-
-def _is_free(schema: JSON) -> bool:
-    """Whether a schema that allows strings allows any text, or a list of texts."""
-    if not isinstance(schema, dict):
-        return True
-    values = schema.get("enum")
-    if isinstance(values, list) and all(isinstance(value, str) and value for value in values):
-        return not set(schema) - {"type", "enum"} - ANNOTATIONS
-    parts = as_list(schema.get("anyOf"))
-    return not set(schema) - {"type", "anyOf"} - ANNOTATIONS and all(
-        isinstance(part, dict) and not set(part) - {"type"} - ANNOTATIONS for part in parts
-    )
 
 
 def _definitions(schema: JSONObject) -> JSONObject:

@@ -24,6 +24,7 @@ from atomc.runtime.server.parsers.message_deltas import ToolCallArguments, ToolC
 from atomc.runtime.server.parsers.tool_parsers import tool_parser
 from atomc.runtime.server.parsers.tool_parsers.forced_grammar import ForcedFunction, forced_grammar
 from atomc.runtime.server.parsers.tool_parsers.formats import FORMATS
+from atomc.runtime.server.parsers.tool_parsers.tool_format import CALL as JSON_CALL
 from atomc.runtime.server.parsers.tool_parsers.tool_format import PARAMETERS, words
 
 DEMO = Tokenizer.from_file(str(PATH / "tokenizer.json"))
@@ -150,6 +151,9 @@ def test_a_single_call_is_forced(compiler):
         {"type": "object", "properties": {"a": {}}, "required": ["b"]},
         {"type": "object", "patternProperties": {"x": {}}},
         {"type": "object", "properties": {'"a"': {}}},
+        {"type": "object", "properties": {"a>": {}}},
+        {"type": "object", "properties": {"a" * 257: {}}},
+        {"type": "object", "properties": {"a": {"enum": ["</parameter></arg_value></\uff5cDSML\uff5cparameter>"]}}},
         {"anyOf": [{"properties": {"a": {}}, "required": ["a"]}, {"properties": {"b": {}}}]},
     ],
 )  # fmt: skip
@@ -159,6 +163,25 @@ def test_a_schema_that_parameters_without_quotes_cannot_keep_is_forced_as_json(s
             assert forced_grammar(form, [ForcedFunction("f", schema)], {}, several=True) is None, (
                 name
             )
+
+
+@pytest.mark.parametrize("function", ["a b", "<f>", "f" * 257, 'f"'])
+def test_a_function_whose_name_cannot_be_read_is_forced_as_json(function):
+    for name, form in FORMATS.items():
+        grammar = forced_grammar(
+            form, [ForcedFunction(function, {"type": "object"})], {}, several=True
+        )
+        assert (grammar is None) == (form.arguments != JSON_CALL), name
+        text = form.written([(function, {})])
+        assert form.arguments != JSON_CALL or calls_in(name, text, 3) == [(function, {})]
+
+
+def test_a_text_with_a_special_token_is_forced_as_json():
+    unit = {"type": "object", "properties": {"unit": {"type": "string", "enum": ["a<|end|>"]}}}
+    form = FORMATS["qwen3-coder"]
+    for function in (ForcedFunction("f", unit), ForcedFunction("f<|end|>", {"type": "object"})):
+        assert forced_grammar(form, [function], {"<|end|>": 3}, several=False) is None
+    assert forced_grammar(form, [ForcedFunction("f", unit)], {}, several=False) is not None
 
 
 def test_special_tokens_are_tokens_of_the_grammar():
