@@ -4,6 +4,8 @@ Some want the weight in tiles that a wave reads as they lie (packing): a copy, m
 added behind them.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ from atomc.kernels.checks import first_refusal, named, uneven, wrong_result
 from atomc.kernels.row_views import as_rows, with_lead
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
+from atomc.ops.scaled_linear import ScaledOperands
 
 gemm_a8w8 = Function("gemm_a8w8", "aiter")
 gemm_a8w8_bpreshuffle = Function("gemm_a8w8_bpreshuffle", "aiter")
@@ -49,6 +52,19 @@ def unmultiplied(weight: Tensor, out_dtype: torch.dtype) -> Refusal | None:
     if n % 16 or k % 16:
         return Refusal("shape", f"a weight of {n} x {k}: AITER takes multiples of 16")
     return None
+
+
+def _multiplied(
+    function: Function,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    x, x_scale = x.contiguous(), dense_rows(x_scale)
+    return product_of_rows(function, x, weight, x_scale, weight_scale, dtype=out_dtype, bias=bias)
 
 
 def _scaled_by_row(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
@@ -104,34 +120,16 @@ def _other_blocks(weight: Tensor, x_scale: Tensor, block: int) -> Refusal | None
         named("weight_scale", gapped),
     ),
 )
-def scaled_linear_fp8_block(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    x, x_scale = x.contiguous(), dense_rows(x_scale)
-    return product_of_rows(
-        gemm_a8w8_blockscale, x, weight, x_scale, weight_scale, dtype=out_dtype, bias=bias
-    )
+def scaled_linear_fp8_block(**operands: Unpack[ScaledOperands]) -> Tensor:
+    return _multiplied(gemm_a8w8_blockscale, **operands)
 
 
 @ops.scaled_linear_int8.kernel(
     "aiter",
     refuses=first_refusal(installed(gemm_a8w8), unmultiplied, named("weight weight_scale", gapped)),
 )
-def scaled_linear_int8(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    x, x_scale = x.contiguous(), dense_rows(x_scale)
-    return product_of_rows(gemm_a8w8, x, weight, x_scale, weight_scale, dtype=out_dtype, bias=bias)
+def scaled_linear_int8(**operands: Unpack[ScaledOperands]) -> Tensor:
+    return _multiplied(gemm_a8w8, **operands)
 
 
 def not_mxfp4(x: Tensor) -> Refusal | None:
