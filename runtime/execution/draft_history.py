@@ -68,9 +68,9 @@ class DraftHistory:
         row = positions + (step.query_start[1:] - step.seq_lens)[number]
         in_step = row >= step.query_start[number]
         row = row.clamp(0, len(step.input_ids) - 1)
-        kept = slots, (positions - self._ends[slots] + self.depth).clamp(0, self.depth - 1)
-        tokens = torch.where(in_step, step.input_ids[row], self._tokens[kept])
-        return tokens, torch.where(in_step[..., None], step.hidden[row], self._hidden[kept])
+        place = slots, (positions - self._ends[slots] + self.depth).clamp(0, self.depth - 1)
+        tokens = torch.where(in_step, step.input_ids[row], self._tokens[place])
+        return tokens, torch.where(in_step[..., None], step.hidden[row], self._hidden[place])
 
     def _keep(self, step: Step, ends: Tensor) -> None:
         """Keep the rows before the positions `ends` [S]."""
