@@ -18,7 +18,7 @@ from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
 from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.sharding import cut_parameters
-from atomc.parallel.vocab import gather_logits, rows_of_rank, sum_lookups
+from atomc.parallel.vocab import gather_logits, leave_apart, rows_of_rank, sum_lookups
 from atomc.platform import Platform
 from atomc.program import compile_model
 
@@ -108,6 +108,18 @@ def test_ranks_differ_in_parameters_and_buffers_only():
         )
         assert model.embed.first_id.item() == 34 * rank
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_head_left_apart_has_the_columns_from_its_first_id_on(rank):
+    head = nn.Linear(8, 67, bias=False)
+    tp, part = TensorParallel(rank, 2, fake_group(2)), copy.deepcopy(head)
+    cut_parameters(part, {"weight": rows(tp)})
+    gather_logits(part, tp)
+    of_rank, x = leave_apart(part, rank), torch.randn(3, 8)
+    assert (of_rank.first, of_rank.size) == (34 * rank, 67)
+    columns = head(x)[:, of_rank.first :][:, :34]
+    torch.testing.assert_close(part(x)[:, : columns.shape[1]], columns)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

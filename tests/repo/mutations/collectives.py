@@ -29,7 +29,7 @@ BUGS = [
         "atomc/ops/collective.py",
         "waited.view(ranks, *x.shape).unbind(0)",
         "waited.view(ranks, *x.shape).flip(0).unbind(0)",
-        f"{VOCAB} -k logits_of_one -m ''",
+        f"{RANKS} -k computes",
     ),
     Bug(
         "atomc/ops/collective_quant.py",
@@ -89,13 +89,13 @@ BUGS = [
         "atomc/parallel/vocab.py",
         "tp.rank * len(module.weight)",
         "(1 - tp.rank) * len(module.weight)",
-        f"{VOCAB} -k logits_of_one -m ''",
+        f"{RANKS} -k computes",
     ),
     Bug(
         "atomc/parallel/vocab.py",
         "LogitsOfRank(module.out_features, rank * rows,",
         "LogitsOfRank(module.out_features, rows,",
-        f"{VOCAB} -k largest -m ''",
+        f"{VOCAB} -k left_apart",
     ),
     Bug(
         "atomc/parallel/sharding.py",

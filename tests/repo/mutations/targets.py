@@ -245,7 +245,7 @@ runtime/engine.py | runtime/test_turns.py | Engine._collect Engine._serve_with
 runtime/execution/block_groups.py | parallel/test_stages.py | BlockGroups.own_part
 runtime/execution/capacity.py | runtime/test_engine.py -k 'whose_pages' | check_free
 runtime/execution/draft.py | runtime/test_mtp.py -k 'over_the_whole_sequence and chunks' | DraftRunner.propose
-runtime/execution/draft_history.py | runtime/test_mtp.py -k 'one_token_further and 2-3' -m '' | DraftHistory.moved_back DraftHistory._keep DraftHistory._at
+runtime/execution/draft_history.py | runtime/test_mtp.py -k 'one_token_further and two' | DraftHistory.moved_back DraftHistory._keep DraftHistory._at
 runtime/execution/expert_load.py | runtime/ranks/test_ranks_models.py -k 'counts and bits' -m ''
 runtime/execution/graphs.py | replay/test_cudagraphs.py -k 'no_graph_is_left' | StepGraphs.__init__
 runtime/execution/graphs.py | runtime/execution/test_image_graphs.py -k 'captured_first' | StepGraphs.capture
